@@ -1,0 +1,1348 @@
+# SPDX-License-Identifier: MIT
+"""ptspeed: the nine classic PyTorch training speed-ups, each one a plain function that is exact.
+
+    python ptspeed.py --amp --accum 4          # train on MNIST, a summary at the end
+    python ptspeed.py --compare                # which technique pays on this machine?
+    python ptspeed_ddp.py --world 8            # technique 9, DistributedDataParallel
+
+Part I is to be copied: torch and the standard library only. Part II is the job that runs it.
+
+Words used throughout:
+    batch      what the loader yields, of any structure: (x, y), a dict, a detection list
+    loss_fn    loss_fn(model, batch) -> 0-d tensor, the MEAN over the batch's targets
+    count      count(batch) -> number of targets in it, asked before the batch moves to the device;
+               None: the length of the batch's first field
+    window     the `accum` micro-batches whose gradients make one optimizer step
+    amp        what mixed_precision() returned: `amp.autocast` and `amp.scaler`; None: plain float32
+    rank       one of the `world` processes of a DistributedDataParallel (DDP) job
+"""
+import argparse
+import collections
+import contextlib
+import copy
+import dataclasses
+import difflib
+import errno
+import functools
+import gc
+import io
+import itertools
+import json
+import math
+import os
+import pkgutil
+import random
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import (DataLoader, Dataset, DistributedSampler,
+                              IterableDataset, Subset, TensorDataset, default_collate)
+
+__version__ = "0.1.0"
+
+# ==================================================================================================
+# Part I: the techniques
+# ==================================================================================================
+
+
+def pick_device(device=None):
+    """The device asked for, or else the accelerator that is really here, or else the CPU.
+
+    Raises: ValueError when it is unknown or absent.
+    """
+    here = torch.accelerator.is_available()  # current_accelerator() alone names absent ones
+    accelerator = torch.accelerator.current_accelerator() if here else torch.device("cpu")
+    if device is None:
+        return accelerator
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"unknown device {device!r}: try cpu or cuda:0") from None
+    n = torch.accelerator.device_count() if device.type == accelerator.type else 0
+    if device.type not in ("cpu", "meta") and (device.index or 0) >= n:
+        raise ValueError(f"no device {device} here, but {n} of its kind: try {accelerator}")
+    return device
+
+
+def _device_of(model):
+    """Where a model wants its input: the device of its first parameter."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+# ---- 1 DataLoader, 2 num_workers -----------------------------------------------------------------
+
+
+def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers=None, device=None,
+                seed=0, **kwargs):
+    """A DataLoader with the right settings for this dataset on this machine.
+
+    Why: tensors in memory are fetched by one indexing operation per batch, not one per sample;
+        pinned memory makes copies to a GPU asynchronous; workers decode while the device computes.
+    Args: num_workers: None means 0 for tensors in memory, else usable_cpus();
+        device: where the batches will go (None: see pick_device); seed: of shuffle and workers;
+        kwargs: any option of DataLoader. Those that only workers need are dropped without workers.
+    Returns: a DataLoader, in the same order for any number of workers, another in each epoch.
+    Raises: ValueError when no batch would come out, or when options contradict each other.
+    Limits: an IterableDataset gets at most 1 worker, as each worker would yield all of it; pass
+        a `worker_init_fn` to say that you shard it yourself. Datasets that already yield tensors
+        on the GPU need pin_memory=False.
+    Source: pytorch.org/docs/stable/data.html; Performance Tuning Guide.
+    """
+    stream, base = isinstance(dataset, IterableDataset), dataset
+    while type(base) is Subset:
+        base = base.dataset
+    in_memory = getattr(type(base), "__getitem__", None) is TensorDataset.__getitem__
+    if shuffle and (stream or sampler is not None or kwargs.get("batch_sampler") is not None):
+        raise ValueError("shuffle=True contradicts an IterableDataset, a sampler or batch_sampler:"
+                         " it is they who choose the order")
+    if num_workers is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        num_workers = 0 if in_memory else min(usable_cpus(ranks), 1 if stream else 10**6)
+    if stream and num_workers > 1 and kwargs.get("worker_init_fn") is None:
+        warnings.warn("1 worker for this IterableDataset: each further one would yield all of it"
+                      " again; if it shards itself, pass a worker_init_fn to say so", stacklevel=2)
+        num_workers = 1
+    if num_workers == 0:
+        for option in ("prefetch_factor", "persistent_workers", "multiprocessing_context",
+                       "timeout", "in_order"):
+            kwargs.pop(option, None)
+    pinnable = pick_device(device).type in ("cuda", "xpu") and not (
+        in_memory and any(t.device.type != "cpu" for t in base.tensors))
+    kwargs["pin_memory"] = bool(kwargs.get("pin_memory", True)) and pinnable
+    kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
+    if kwargs.get("batch_sampler") is not None:
+        return _Loader(dataset, num_workers=num_workers, **kwargs)
+    if shuffle:
+        sampler = Shuffle(dataset, seed=seed)
+    if kwargs.get("drop_last") and not stream:
+        n = len(dataset if sampler is None else sampler)
+        if n < batch_size:
+            raise ValueError(f"{n} samples with batch_size {batch_size} and drop_last make no"
+                             " batch at all: lower batch_size or leave drop_last out")
+    if in_memory and kwargs.get("collate_fn") is None:
+        dataset, kwargs["collate_fn"] = _WholeBatches(dataset), _as_it_is
+    return _Loader(dataset, batch_size, sampler=sampler, num_workers=num_workers, **kwargs)
+
+
+class Shuffle(DistributedSampler):
+    """A rank's equal share of one shuffle that is common to all ranks; each pass is a new epoch."""
+
+    def __init__(self, dataset, num_replicas=1, rank=0, seed=0):
+        super().__init__(dataset, num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
+
+    def __iter__(self):
+        order = super().__iter__()
+        self.epoch += 1  # so that a caller who forgets set_epoch still gets another order
+        return order
+
+
+class _Loader(DataLoader):
+    """A DataLoader that trusts the number of workers that it was given."""
+
+    def check_worker_number_rationality(self):
+        """No warning: usable_cpus() counts better, and --compare tries more workers on purpose."""
+
+
+class _WholeBatches(Dataset):
+    """Fetches a whole batch of a TensorDataset with one indexing operation per tensor."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+    def __getitems__(self, indices):  # DataLoader's fetcher asks for this one first
+        return self.dataset[indices]
+
+
+def _as_it_is(batch):
+    """The collate_fn of batches that are whole already."""
+    return batch
+
+
+def usable_cpus(local_world_size=1, *, root="/"):
+    """The number of CPUs that this process may really use, at least 1.
+
+    Why: os.cpu_count() says 64 in a container that may use 2, and 64 workers then fight for them.
+    Args: local_world_size: the ranks on this host, which share the CPUs; root: of the files read.
+    Returns: int, from the affinity mask and the CPU quotas of this cgroup (v1, v2) and its parents.
+    Source: docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), cgroup-v1 (cpu.cfs_quota_us).
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, int(min(cpus, _cpu_quota(Path(root)))) // max(1, local_world_size))
+
+
+def _cpu_quota(root):
+    """CPUs (a float, inf without a limit) that the cgroups of this process allow."""
+    def read(path):
+        try:
+            return path.read_text()
+        except OSError:
+            return ""
+
+    quota = math.inf
+    # In a container the path may be the host's; then only the mount's own root is visible.
+    for line in ["0::/", "0:cpu:/", *read(root / "proc/self/cgroup").splitlines()]:
+        _, controllers, group = line.split(":", 2)
+        mounts = {controllers, "cpu", "cpu,cpuacct"} if controllers else {"", "unified"}
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        parts = [part for part in group.split("/") if part not in ("", "..")]
+        for mount, depth in itertools.product(mounts, range(len(parts) + 1)):
+            folder = root.joinpath("sys/fs/cgroup", mount, *parts[:depth])
+            limit = read(folder / "cpu.max").split() or [
+                *read(folder / "cpu.cfs_quota_us").split(),
+                *read(folder / "cpu.cfs_period_us").split()]
+            if len(limit) == 2 and limit[0] not in ("max", "-1"):
+                quota = min(quota, int(limit[0]) / int(limit[1]))
+    return quota
+
+
+# ---- 3 batch size and learning rate --------------------------------------------------------------
+
+
+def measure(step, *, seconds):
+    """Calls step() for about that many seconds after a warm-up; returns steps per second."""
+    def run(n):
+        start = time.perf_counter()
+        for _ in range(n):
+            step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # kernels run on after step() has returned
+        return time.perf_counter() - start
+
+    run(1)
+    n = max(1, round(seconds / max(run(1), 1e-6)))
+    return n / run(n)
+
+
+def find_batch_size(step, *, start=1, limit=8192, gain=1.05):
+    """The batch size, doubling from `start`, where throughput stops rising or memory ends.
+
+    Why: a batch that fills the device keeps it busy; beyond that a larger one only costs memory.
+    Args: step: step(n) trains once on a batch of n samples; limit: the largest size to try;
+        gain: by which factor a doubled batch must raise the samples per second.
+    Returns: int, the size (at most limit).
+    Raises: MemoryError when not even one sample fits; any other error of step passes through.
+    Limits: it looks at speed alone; how large a batch still learns well is another question.
+    Source: McCandlish et al. 2018, arXiv 1812.06162; PyTorch FAQ (out-of-memory recovery).
+    """
+    if not 1 <= start <= limit:
+        raise ValueError(f"need 1 <= start <= limit, got start={start} and limit={limit}")
+    best, best_speed, size = 0, 0.0, start
+    while size > best:
+        speed = _samples_per_s(step, size)
+        if speed is None:
+            limit = size // 2
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.get_device_module(pick_device()).empty_cache()
+        elif speed < gain * best_speed:
+            break
+        else:
+            best, best_speed = size, speed
+        size = min(2 * best or limit, limit)
+    if not best:
+        raise MemoryError("out of memory even with a batch of 1: use a smaller model or input")
+    return best
+
+
+def _samples_per_s(step, n):
+    """Throughput at batch size n, or None when memory ended."""
+    try:
+        return n * measure(lambda: step(n), seconds=0.2)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return None  # outside the handler, whose traceback keeps the failed tensors alive
+
+
+def is_out_of_memory(error):
+    """Whether an exception says that the device's or the host's memory ended."""
+    signs = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+    return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            or isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))
+
+
+def scale_lr(base_lr, batch_size, base_batch_size=256, *, adaptive=False):
+    """The learning rate for a global batch, from the one that is right for base_batch_size.
+
+    Why: k times the batch makes k times fewer steps, so each may go further.
+    Args: batch_size: the GLOBAL one in samples: micro-batch * accum * world;
+        adaptive: True for Adam and its kind.
+    Returns: base_lr * k for SGD, base_lr * sqrt(k) for adaptive optimizers.
+    Limits: needs a warm-up, and holds up to a few thousand samples at most.
+    Source: Goyal et al. 2017, arXiv 1706.02677 (linear); Krizhevsky 2014, 1404.5997 and
+        Malladi et al. 2022, 2205.10287 (square root).
+    """
+    if not (batch_size > 0 and base_batch_size > 0 and math.isfinite(base_lr)):
+        raise ValueError(f"need positive batch sizes and a finite rate, got lr {base_lr},"
+                         f" batch {batch_size}, base batch {base_batch_size}")
+    ratio = batch_size / base_batch_size
+    return base_lr * (math.sqrt(ratio) if adaptive else ratio)
+
+
+# ---- 6 to the GPU --------------------------------------------------------------------------------
+
+
+def to_gpu(obj, device=None):
+    """Moves every tensor in any nesting of containers to the device (None: see pick_device).
+
+    Why: from pinned memory the copy is asynchronous, and the host goes on to the next kernel.
+    Args: obj: list, tuple, namedtuple, dict (and subclasses), dataclass, anything with
+        `.to(device)`; whatever else it holds comes back as the same object.
+    Returns: the same structure and types; a tensor that is there already is not copied.
+    Raises: ValueError for an absent device.
+    Limits: never call empty_cache() in a loop: it gives your own program no memory and stalls.
+    Source: PyTorch CUDA semantics notes (pinned memory, asynchronous execution).
+    """
+    device = pick_device(device)
+
+    def move(x):
+        if isinstance(x, torch.Tensor):  # towards the CPU it could be read before it has arrived
+            return x.to(device, non_blocking=device.type in ("cuda", "xpu"))
+        if isinstance(x, type) or not callable(getattr(x, "to", None)):
+            return NotImplemented
+        moved = x.to(device)
+        return x if moved is None else moved
+
+    return _map(move, obj)
+
+
+def _map(fn, obj, *others):
+    """Applies fn in a nesting (to several alike: in parallel), inside where it is NotImplemented."""
+    done = fn(obj, *others)
+    if done is not NotImplemented:
+        return done
+    if isinstance(obj, tuple):
+        items = [_map(fn, *group) for group in zip(obj, *others)]
+        return obj._make(items) if hasattr(obj, "_make") else type(obj)(items)
+    if isinstance(obj, list):
+        new = copy.copy(obj)
+        new[:] = [_map(fn, *group) for group in zip(obj, *others)]
+        return new
+    if isinstance(obj, (dict, collections.UserDict)):
+        new = copy.copy(obj)
+        new.update({key: _map(fn, obj[key], *[o[key] for o in others]) for key in obj})
+        return new
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        new = copy.copy(obj)
+        for name in [f.name for f in dataclasses.fields(obj) if hasattr(obj, f.name)]:
+            value = _map(fn, getattr(obj, name), *[getattr(o, name) for o in others])
+            object.__setattr__(new, name, value)  # because it may be frozen
+        return new
+    return obj
+
+
+# ---- 7 mixed precision ---------------------------------------------------------------------------
+
+
+class Amp(NamedTuple):
+    """Mixed precision as the steps use it; both parts do nothing when it is off."""
+    autocast: Any
+    scaler: torch.amp.GradScaler
+
+
+def mixed_precision(device, dtype="auto"):
+    """Autocast and gradient scaler for a device.
+
+    Why: half the bytes and tensor cores; float16 needs a scaler, or small gradients become 0.
+    Args: dtype: "auto" (bfloat16 where the hardware has it, else float16), torch.bfloat16,
+        torch.float16, or None for off.
+    Returns: Amp(autocast, scaler); the scaler is on for float16 alone.
+    Raises: ValueError for an absent device or another dtype.
+    Limits: float16 convolutions on a CPU are about 100 times slower (so never "auto").
+    Source: Micikevicius et al. 2017, arXiv 1710.03740; PyTorch AMP notes.
+    """
+    device = pick_device(device)
+    if dtype == "auto":
+        emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(
+            including_emulation=False)
+        dtype = torch.float16 if emulated else torch.bfloat16
+    if dtype is None or dtype is torch.float32:
+        return Amp(contextlib.nullcontext(), torch.amp.GradScaler(device.type, enabled=False))
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"mixed precision is 'auto', bfloat16, float16 or None, not {dtype!r}")
+    scaled = dtype is torch.float16
+    return Amp(torch.autocast(device.type, dtype), torch.amp.GradScaler(device.type, enabled=scaled))
+
+
+class StepResult(NamedTuple):
+    """What a step returns. None of it holds a graph."""
+    loss: torch.Tensor                  # 0-d float32 on the device: mean over this rank's targets
+    count: int                          # the number of these targets
+    stepped: bool                       # False: the scaler found inf or nan, nothing has moved
+    grad_norm: Optional[torch.Tensor]   # 0-d, before clipping; None without max_norm
+
+
+def amp_step(model, batch, loss_fn, optimizer, amp=None, *, max_norm=None, count=None):
+    """One training step on one batch, in mixed precision if `amp` says so: see accumulate_step."""
+    return accumulate_step(model, [batch], loss_fn, optimizer, amp, max_norm=max_norm, count=count)
+
+
+# ---- 4 gradient accumulation, 5 keep no graph ----------------------------------------------------
+
+
+def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=None, count=None):
+    """One optimizer step on several micro-batches, equal to one on their concatenation.
+
+    Why: the gradient of a large batch in the memory of a small one. Each micro-batch weighs what
+        it holds of the window's targets, so sizes may differ and the last window may be short.
+    Args: batches: iterable of micro-batches, moved to the model's device one at a time;
+        max_norm: clips the norm of the whole gradient, after unscaling.
+    Returns: StepResult. Under DDP the gradient is that of the mean over all ranks' targets, with
+        one all-reduce of the gradients for the window.
+    Raises: ValueError for a window without a target; FloatingPointError when the gradient's norm
+        is not finite (float32, bfloat16), or when the scaler has skipped until nothing is left.
+    Limits: BatchNorm sees micro-batches. max_norm and float16 read the device once per step.
+    Source: PyTorch AMP notes; Li et al. 2020, arXiv 2006.15704 (no_sync).
+    """
+    amp = amp or mixed_precision("cpu", None)
+    batches = list(batches)
+    counts = [_count_targets(batch, count) for batch in batches]
+    window = _WindowTargets(model, sum(counts))
+    # A micro-batch without targets has the mean 0/0: it is left out, so it cannot poison the rest.
+    todo = [pair for pair in zip(batches, counts) if pair[1]] or [(batches[-1], 0)]
+    loss = 0.0
+    for i, (batch, n) in enumerate(todo, 1):
+        with contextlib.nullcontext() if i == len(todo) else _no_sync(model):
+            part = _forward_backward(model, batch, loss_fn, amp, n, window)
+        loss = loss + part * (n / max(1, window.local))
+    return StepResult(loss, window.local, *_update(optimizer, amp, max_norm))
+
+
+def _count_targets(batch, count):
+    """The number of targets in a batch, an int."""
+    if count is not None:
+        return int(count(batch))
+    first = batch
+    if dataclasses.is_dataclass(batch):
+        first = getattr(batch, dataclasses.fields(batch)[0].name)
+    elif isinstance(batch, (dict, collections.UserDict)):
+        first = next(iter(batch.values()), None)
+    elif isinstance(batch, (tuple, list)):
+        first = batch[0] if batch else None
+    if not isinstance(first, torch.Tensor) or first.dim() == 0:
+        raise ValueError("cannot tell how many targets this batch holds, as its first field is no"
+                         " tensor with a batch dimension: pass count=..., a function of the batch")
+    return len(first)
+
+
+class _WindowTargets:
+    """The targets of a window: of this rank, and of all ranks while the first forward runs."""
+
+    def __init__(self, model, n):
+        self.local, self.total, self.world, self.work = n, n, 1, None
+        if isinstance(model, DistributedDataParallel):
+            # full(), not tensor(): a fill on the device, where a copy would wait for it
+            self.total = torch.full((), float(n), dtype=torch.float64, device=_device_of(model))
+            self.world = dist.get_world_size(model.process_group)
+            self.work = dist.all_reduce(self.total, group=model.process_group, async_op=True)
+        if not n and not self.sum():
+            raise ValueError("this window holds no target at all: nothing to learn from")
+
+    def sum(self):
+        """The number of targets on all ranks."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.total
+
+    def share(self, n):
+        """What n targets weigh in the window's mean; times world, as DDP divides by that."""
+        return n * self.world / self.sum()
+
+
+def _no_sync(model):
+    """Keeps DDP from all-reducing yet; does nothing for any other model."""
+    ddp = isinstance(model, DistributedDataParallel)
+    return model.no_sync() if ddp else contextlib.nullcontext()
+
+
+def _forward_backward(model, batch, loss_fn, amp, n, window):
+    """Adds the gradient of a batch of n targets, at its weight; returns its mean loss, detached."""
+    with amp.autocast:
+        loss = loss_fn(model, to_gpu(batch, _device_of(model)))
+    if n == 0:  # only under DDP: others wait for this rank's gradient, a true zero and not 0 * nan
+        loss = sum(p.flatten()[:0].sum() for p in model.parameters() if p.requires_grad)
+    loss = _at_least_float32(loss)
+    amp.scaler.scale(loss * window.share(n)).backward()
+    return loss.detach().float()
+
+
+def _at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _update(optimizer, amp, max_norm):
+    """Unscale, clip, step, zero: once per window. Returns (stepped, grad_norm)."""
+    scaler, grad_norm = amp.scaler, None
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        grad_norm = nn.utils.clip_grad_norm_(params, max_norm)
+        if not scaler.is_enabled() and not torch.isfinite(grad_norm):
+            optimizer.zero_grad()
+            raise FloatingPointError(f"the gradient's norm is {grad_norm.item()}; the weights are"
+                                     " untouched. Try a lower learning rate or a longer warm-up")
+    before = scaler.get_scale()  # 1.0 when the scaler is off: no read of the device
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    after = scaler.get_scale()
+    if after < min(before, 1e-4):
+        raise FloatingPointError(f"the loss scale fell to {after:.1g} and gradients are still not"
+                                 " finite: the loss itself is. Try a lower learning rate or bf16")
+    return after >= before, grad_norm  # a fused optimizer runs even when it skips, so no hook on it
+
+
+class EpochResult(NamedTuple):
+    """What train_epoch returns, over all ranks."""
+    loss: float     # mean over all targets
+    samples: int    # targets seen
+    steps: int      # optimizer steps tried, of which ...
+    skipped: int    # ... so many were skipped by the scaler
+    seconds: float
+    wait: float     # share of the seconds in which the loop stood waiting for data
+
+
+def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, scheduler=None,
+                max_norm=None, count=None, log_every=50, on_log=None):
+    """One epoch of accumulate_step, the short last window included.
+
+    Why: nothing in it reads the device (and so waits for it) but the log, once in log_every steps.
+    Args: loader: any iterable of batches; scheduler: moves with each step that really happened;
+        on_log: on_log(step, loss, samples_per_s, wait), the loss being that since the last log.
+    Returns: EpochResult.
+    Raises: ValueError for an empty loader; FloatingPointError that names the first step (from 1)
+        whose loss is not finite, found at the next log; what accumulate_step raises.
+    Limits: under DDP every rank needs the same number of batches (see Shuffle).
+    Source: Performance Tuning Guide (avoid synchronization).
+    """
+    if accum < 1 or log_every < 1:
+        raise ValueError(f"need accum and log_every >= 1, got {accum} and {log_every}")
+    model.train()
+    meter, waited, start = _Meter(model), 0.0, time.perf_counter()
+    batches = iter(loader)
+    while True:
+        asked = time.perf_counter()
+        window = list(itertools.islice(batches, accum))
+        waited += time.perf_counter() - asked
+        if window:
+            step = accumulate_step(model, window, loss_fn, optimizer, amp, max_norm=max_norm,
+                                   count=count)
+            if step.stepped and scheduler is not None:
+                scheduler.step()
+            meter.add(step)
+        if meter.pending and (not window or len(meter.pending) == log_every):
+            loss = meter.read()
+            if on_log is not None:
+                seconds = time.perf_counter() - start
+                on_log(meter.steps, loss, meter.samples / seconds, waited / seconds)
+        if not window:
+            break
+    if not meter.steps:
+        raise ValueError("the loader yields no batch: the dataset is empty, or already used up")
+    seconds = time.perf_counter() - start
+    return EpochResult(meter.mean(), meter.samples, meter.steps, meter.skipped, seconds,
+                       waited / seconds)
+
+
+class _Meter:
+    """Sums the losses of an epoch over all targets and ranks, with one device read per read()."""
+
+    def __init__(self, model):
+        self.group = model.process_group if isinstance(model, DistributedDataParallel) else None
+        self.pending, self.steps, self.skipped, self.samples = [], 0, 0, 0
+        self.loss_sum = self.targets = 0.0
+
+    def add(self, step):
+        self.pending.append(step)
+
+    def read(self):
+        """Takes in the pending steps; returns their mean loss."""
+        steps, self.pending = self.pending, []
+        losses = torch.stack([s.loss if s.stepped else torch.zeros_like(s.loss) for s in steps])
+        counts = [[s.count for s in steps], [s.count * s.stepped for s in steps]]
+        counts = torch.tensor(counts, dtype=losses.dtype).to(losses.device)
+        table = torch.stack([losses * counts[1], counts[1], counts[0]])
+        if self.group is not None:
+            dist.all_reduce(table, group=self.group)
+        sums, targets, seen = table.tolist()
+        for i, total in enumerate(sums, self.steps + 1):
+            if not math.isfinite(total):
+                raise FloatingPointError(f"the loss of step {i} is {total}: try a lower learning"
+                                         " rate, a longer warm-up or max_norm, and look for bad"
+                                         " values in the data")
+        self.steps += len(steps)
+        self.skipped += sum(not s.stepped for s in steps)
+        self.samples += int(sum(seen))
+        self.loss_sum += sum(sums)
+        self.targets += sum(targets)
+        return sum(sums) / sum(targets) if sum(targets) else math.nan
+
+    def mean(self):
+        return self.loss_sum / self.targets if self.targets else math.nan
+
+
+@torch.no_grad()
+def evaluate(model, loader, *, device=None, amp=None):
+    """Loss and accuracy of a classifier on batches (x, y), summed over all ranks.
+
+    Why: no graph is kept, and the device is read once at the end.
+    Args: x: any input of the model, y: int64 [N] class indices; the model returns logits [N, C].
+    Returns: (loss, accuracy, n): mean cross-entropy, share of right answers (0 to 1), samples.
+    Raises: ValueError when there is no sample at all.
+    Limits: once a process group exists every rank must call it, each with its own share and none
+        padded: `sampler=range(rank, n, world)`.
+    Source: DistributedSampler's documentation (it pads by default).
+    """
+    amp = amp or mixed_precision("cpu", None)
+    bare = model
+    if isinstance(model, DistributedDataParallel):
+        bare = model.module  # DDP's forward broadcasts, which hangs when a rank has no sample
+        for buffer in bare.buffers():  # BatchNorm's statistics differ between ranks
+            dist.broadcast(buffer, dist.get_global_rank(model.process_group, 0),
+                           group=model.process_group)
+    device = _device_of(bare) if device is None else pick_device(device)
+    precision = torch.float32 if device.type == "mps" else torch.float64
+    totals = torch.zeros(3, dtype=precision, device=device)
+    modes = [(module, module.training) for module in bare.modules()]
+    bare.eval()
+    try:
+        for batch in loader:
+            x, y = to_gpu(batch, device)
+            with amp.autocast:
+                logits = bare(x)
+            logits, y = _at_least_float32(logits), y.to(logits.device)
+            loss = F.cross_entropy(logits, y, reduction="sum")
+            right = (logits.argmax(1) == y).sum()
+            totals += torch.stack([loss, right, torch.full_like(loss, len(y))]).to(totals)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(totals)
+    loss, right, n = totals.tolist()
+    if not n:
+        raise ValueError("there is no sample to evaluate")
+    return loss / n, right / n, int(n)
+
+
+# ---- 8 several GPUs in one process ---------------------------------------------------------------
+
+
+def wrap_dataparallel(model, device_ids=None):
+    """DataParallel over the GPUs, each with a slice of every batch.
+
+    Why: one line, one process; the batch should grow with the number of GPUs.
+    Args: device_ids: indices or devices; None: all GPUs.
+    Returns: the wrapped model, or the model itself with fewer than 2 GPUs to use.
+    Raises: ValueError for an absent GPU.
+    Limits: copies the model in every step and is bound by Python's lock: DDP (technique 9) is
+        faster even on one host. BatchNorm sees slices, and keeps the first one's statistics.
+    Source: torch.nn.DataParallel's documentation; Krizhevsky 2014, arXiv 1404.5997.
+    """
+    ids = range(torch.cuda.device_count()) if device_ids is None else device_ids
+    devices = [pick_device(f"cuda:{i}" if isinstance(i, int) else i) for i in ids]
+    if len(devices) < 2 or devices[0].type == "cpu":
+        return model
+    return DataParallel(model.to(devices[0]), device_ids=devices)
+
+
+def split_model(stages, devices, *, chunks=1):
+    """A model whose stages lie on different devices, run one after the other.
+
+    Why: trains what does not fit on one device. With chunks > 1 the batch passes in parts, and
+        one device computes a part while the next one computes the part before.
+    Args: stages: modules, moved in place; devices: one per stage, a list of devices making that
+        stage data-parallel over them (the hybrid of both).
+    Returns: an nn.Module that takes the first stage's input and returns the last stage's output,
+        on the last device.
+    Raises: ValueError for lengths that differ, absent devices, and weights tied over devices.
+    Limits: BatchNorm sees chunks. A loss must move its targets to the output's device.
+    Source: Huang et al. 2018, arXiv 1811.06965 (GPipe).
+    """
+    if len(stages) != len(devices) or not stages or chunks < 1:
+        raise ValueError(f"need one device per stage and chunks >= 1, got {len(stages)} stages,"
+                         f" {len(devices)} devices and chunks={chunks}")
+    groups = [d if isinstance(d, (list, tuple)) else [d] for d in devices]
+    groups = [[pick_device(d) for d in group] for group in groups]
+    owner = {}
+    for stage, group in zip(stages, groups):
+        for name, tensor in itertools.chain(stage.named_parameters(), stage.named_buffers()):
+            if owner.setdefault(tensor, group[0]) != group[0]:
+                raise ValueError(f"{name} is tied between stages on {owner[tensor]} and {group[0]}:"
+                                 " put both on one device")
+    for stage, group in zip(stages, groups):
+        stage.to(group[0])
+    wrapped = [wrap_dataparallel(stage, group) for stage, group in zip(stages, groups)]
+    return _Split(wrapped, [group[0] for group in groups], chunks)
+
+
+class _Split(nn.Module):
+    """See split_model."""
+
+    def __init__(self, stages, devices, chunks):
+        super().__init__()
+        self.stages, self.devices, self.chunks = nn.ModuleList(stages), devices, chunks
+
+    def forward(self, x):
+        parts = _chunk(x, self.chunks)
+        for i, part in enumerate(parts):  # kernels are queued, so the devices work side by side
+            for stage, device in zip(self.stages, self.devices):
+                part = stage(to_gpu(part, device))
+            parts[i] = part
+        return parts[0] if len(parts) == 1 else _map(_cat, *parts)
+
+
+def _chunk(x, chunks):
+    """Cuts every tensor in a nesting along its first dimension: a list of such nestings."""
+    lengths = []
+    _map(lambda t: lengths.append(len(t)) if _has_batch(t) else NotImplemented, x)
+    n = max(1, min([chunks, *lengths]))
+    return [_map(lambda t: t.tensor_split(n)[i] if _has_batch(t) else NotImplemented, x)
+            for i in range(n)] if n > 1 else [x]
+
+
+def _has_batch(x):
+    return isinstance(x, torch.Tensor) and x.dim() > 0
+
+
+def _cat(*parts):
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else NotImplemented
+
+
+# ==================================================================================================
+# Part II: the job
+# ==================================================================================================
+
+
+class BadInput(Exception):
+    """Something that the user can mend: told in one line, exit status 2."""
+
+
+class RunFailed(Exception):
+    """A run that cannot go on: told in one line, exit status 1."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):  # without the usage text
+        raise BadInput(message)
+
+
+def _number(kind, low):
+    """An argparse type: a finite int or float of at least `low`."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < 2**31:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} on"
+                                             f"{' (whole)' if kind is int else ''}")
+        return value
+    return parse
+
+
+def _batch_size(text):
+    return text if text == "auto" else _number(int, 1)(text)
+
+
+def make_parser(prog="ptspeed.py"):
+    """The flags that both programs share."""
+    p = _Parser(prog=prog, description="Train a classifier fast, and exactly.")
+    add, whole = p.add_argument, _number(int, 1)
+    add("--data", default="auto", help="auto, mnist, synthetic or package.module:function that"
+        " returns (train_set, test_set) (default: auto)")
+    add("--root", default="data", help="folder of MNIST, torchvision's layout (default: data)")
+    add("--model", default="cnn", help="cnn, a name of torchvision.models, or"
+        " package.module:function (default: cnn)")
+    add("--epochs", type=whole, default=5, help="passes over the training set (default: 5)")
+    add("--batch-size", type=_batch_size, default=64, metavar="N|auto", help="samples per device"
+        " and micro-batch, or the size where speed stops rising (default: 64)")
+    add("--accum", type=whole, default=1, help="micro-batches per optimizer step (default: 1)")
+    add("--amp", nargs="?", const="auto", choices=DTYPES, help="mixed precision; alone: the"
+        " better one for the device (default: off)")
+    add("--workers", type=_number(int, 0), help="loader processes (default: 0 for data in memory,"
+        " else the usable CPUs)")
+    add("--lr", type=_number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
+        " the global batch (default: 0.2)")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--device", help="such as cpu or cuda:1 (default: the accelerator that is here, or cpu)")
+    add("--seed", type=_number(int, 0), default=0, help="of weights, order, dropout, augmentation"
+        " (default: 0)")
+    add("--checkpoint", metavar="FILE", help="resume from FILE if it exists, write it after each"
+        " epoch")
+    add("--json", action="store_true", help="the summary as one JSON object on the last line")
+    p.set_defaults(parallel="none", whole_batches=True, channels_last=True, fused=True)
+    return p
+
+
+DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextlib.contextmanager
+def told_in_one_line(prog):
+    """Turns what users can understand and mend into one line and an exit status."""
+    try:
+        yield
+    except BadInput as error:
+        message, status = str(error), 2
+    except KeyboardInterrupt:
+        message, status = "interrupted", 130
+    except (RunFailed, FloatingPointError) as error:
+        message, status = str(error), 1
+    except Exception as error:
+        message, status = _remedy(error), 1
+        if message is None:
+            raise
+    else:
+        return
+    with contextlib.suppress(OSError):
+        print(f"{prog}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def _remedy(error):
+    """What to do about an error that torch reports obscurely, or None for any other error."""
+    text = str(error)
+    if is_out_of_memory(error):
+        return "out of memory: lower --batch-size and raise --accum by as much, or use --amp"
+    if "Too many open files" in text or getattr(error, "errno", None) == errno.EMFILE:
+        return "too many open files: raise the limit (ulimit -n 4096) or lower --workers"
+    if "shared memory" in text or "shm" in text or "Bus error" in text:
+        return "a loader worker ran out of shared memory: enlarge /dev/shm or use --workers 0"
+    if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed" in text):
+        return f"{text.splitlines()[0]} Often the host's memory ended: lower --workers"
+    return None
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    """Two map-style data sets of (x, y) samples."""
+    name: str
+    train: Dataset
+    test: Dataset
+    classes: Optional[int]  # None: unknown
+
+
+def load_data(args, say=print):
+    """The data that --data names."""
+    if args.data == "synthetic":
+        return synthetic()
+    if args.data not in ("auto", "mnist"):
+        return _custom_data(args.data)
+    try:
+        return mnist(args.root)
+    except FileNotFoundError as error:
+        if args.data == "mnist":
+            raise BadInput(f"no MNIST under {args.root}, and it cannot be downloaded: {error}")
+        say(f"no MNIST under {args.root}, and it cannot be downloaded: {error}; going on with the"
+            " synthetic set, whose accuracy is not MNIST's")
+        return synthetic()
+
+
+def mnist(root):
+    """MNIST from torchvision's files under root, downloaded when they are absent.
+
+    Raises: FileNotFoundError when it cannot be had, BadInput for damaged files.
+    """
+    from torchvision.datasets.mnist import MNIST, read_sn3_pascalvincent_tensor
+    files = [Path(root, "MNIST", "raw", f"{part}-{kind}-ubyte") for part in ("train", "t10k")
+             for kind in ("images-idx3", "labels-idx1")]
+    if not all(file.is_file() for file in files):
+        timeout = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(20)
+        try:
+            with contextlib.redirect_stdout(None):
+                MNIST(root, download=True)
+        except (OSError, RuntimeError) as error:
+            raise FileNotFoundError(_one_line(error)) from None
+        finally:
+            socket.setdefaulttimeout(timeout)
+    tensors = []
+    for file in files:
+        try:
+            tensor = read_sn3_pascalvincent_tensor(str(file))
+            shape = (len(tensor), 28, 28) if "images" in file.name else (len(tensors[-1]),)
+            if tensor.shape != shape or tensor.dtype != torch.uint8 or not len(tensor):
+                raise ValueError(f"{list(tensor.shape)} where {list(shape)} was expected")
+            if "labels" in file.name and tensor.max() > 9:
+                raise ValueError(f"a label of {tensor.max()}")
+        except Exception as error:
+            raise BadInput(f"{file} is damaged ({_one_line(error)}): delete it, and the next run"
+                           " will fetch it again")
+        tensors.append(tensor)
+    tensors[1], tensors[3] = tensors[1].long(), tensors[3].long()
+    return Data("mnist", TensorDataset(*tensors[:2]), TensorDataset(*tensors[2:]), 10)
+
+
+def _one_line(error):
+    return " ".join(f"{type(error).__name__} {error}".split())[:200]
+
+
+def synthetic(n_train=20_000, n_test=4_000):
+    """Ten blurred patterns under noise: uint8 [N, 28, 28] images that a model can learn."""
+    g = torch.Generator().manual_seed(0)
+    patterns = F.interpolate(torch.rand(10, 1, 7, 7, generator=g), size=28, mode="bilinear")[:, 0]
+
+    def make(n):
+        y = torch.randint(10, (n,), generator=g)
+        x = patterns[y] + 0.5 * torch.randn(n, 28, 28, generator=g)
+        return TensorDataset(x.clamp_(0, 1).mul_(255).byte(), y)
+
+    return Data("synthetic", make(n_train), make(n_test), 10)
+
+
+def _call(flag, spec):
+    """Calls the package.module:function that a flag names."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(spec)()
+    except Exception as error:
+        raise BadInput(f"{flag} {spec}: {_one_line(error)}")
+
+
+def _custom_data(spec):
+    """The data of --data package.module:function."""
+    if ":" not in spec:
+        raise BadInput(f"--data {spec}: not auto, mnist, synthetic or package.module:function")
+    sets = _call("--data", spec)
+    try:
+        train, test = sets
+        if not len(train) or not len(test):
+            raise ValueError("an empty set")
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"--data {spec} must return (train_set, test_set), both with a length:"
+                       f" {_one_line(error)}")
+    classes = [_count_classes(dataset) for dataset in (train, test)]
+    return Data(spec, train, test, None if None in classes else max(classes))
+
+
+def _count_classes(dataset):
+    """From `classes` or the targets that a data set keeps; None when it has neither."""
+    while hasattr(dataset, "dataset"):  # Subset
+        dataset = dataset.dataset
+    if hasattr(dataset, "classes"):
+        return len(dataset.classes)
+    targets = getattr(dataset, "targets", getattr(dataset, "tensors", [None])[-1])
+    return None if targets is None else int(max(targets)) + 1
+
+
+# ---- model ---------------------------------------------------------------------------------------
+
+
+def cnn(num_classes=10):
+    """Three 3x3 stride-2 conv-BN-ReLU blocks of 16, 32, 64 channels and a linear head."""
+    layers = []
+    for i, o in ((1, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(i, o, 3, 2, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, num_classes))
+
+
+def build_model(args, data):
+    """The bare model that --model names, the same for the same seed."""
+    torch.manual_seed(args.seed)
+    if ":" in args.model:
+        model = _call("--model", args.model)
+        if not isinstance(model, nn.Module):
+            raise BadInput(f"--model {args.model} returned a {type(model).__name__}, no nn.Module")
+        return model
+    from torchvision import models
+    names = ["cnn", *models.list_models(module=models)]
+    if args.model not in names:
+        near = difflib.get_close_matches(args.model, names) or ["resnet18"]
+        raise BadInput(f"--model {args.model}: neither a classifier of torchvision.models (such as"
+                       f" {', '.join(near)}) nor cnn nor package.module:function")
+    if data.classes is None:
+        raise BadInput(f"--data {data.name}: how many classes? Give the training and the test set"
+                       " an attribute `classes` or `targets`")
+    if args.model == "cnn":
+        return cnn(data.classes)
+    aux = {"aux_logits": False, "init_weights": True}  # else the output is a tuple of logits
+    aux = aux if args.model in ("googlenet", "inception_v3") else {}
+    return models.get_model(args.model, weights=None, num_classes=data.classes, **aux)
+
+
+class Normalize(nn.Module):
+    """Goes around a model: uint8 images come in, normalised ones of its channels go on.
+
+    Images cross to the device as bytes, a quarter of the size of float32.
+    """
+
+    def __init__(self, model, mean=0.1307, std=0.3081, channels_last=True):
+        super().__init__()
+        conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+        self.model, self.channels = model, conv.in_channels if conv is not None else 0
+        self.mean, self.std, self.channels_last = mean, std, channels_last
+
+    def forward(self, x):
+        if x.dtype == torch.uint8:
+            x = x.float().sub_(255 * self.mean).div_(255 * self.std)
+            if x.dim() == 3 and self.channels:
+                x = x.unsqueeze(1)
+        if x.dim() == 4:
+            if x.shape[1] == 1 and self.channels == 3:
+                x = x.expand(-1, 3, -1, -1)
+            if self.channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+        return self.model(x)
+
+
+def check_model(args, data, model, device):
+    """One forward of one batch, so that what cannot work is told before training starts."""
+    try:
+        x, y = default_collate([data.train[i] for i in range(min(2, len(data.train)))])
+        model.eval()
+        with torch.no_grad():
+            logits = model(to_gpu(x, device))
+        F.cross_entropy(logits, y.to(logits.device))
+    except Exception as error:
+        raise BadInput(f"--model {args.model} cannot train on --data {data.name}:"
+                       f" {_one_line(error)}")
+
+
+def place_model(args, bare, device):
+    """Puts the bare model on its device or devices; returns it with what goes around it."""
+    if args.channels_last and all(p.dim() != 5 for p in bare.parameters()):  # no 3-d convolution
+        bare.to(memory_format=torch.channels_last)
+    if args.compile:
+        bare.compile()  # in place and before any wrapper: around DDP it would compile nothing
+    model = Normalize(bare.to(device), channels_last=args.channels_last)
+    if args.parallel == "split":
+        n = torch.accelerator.device_count()
+        stages = cut(bare, max(2, n))
+        devices = [f"{device.type}:{i}" if n > 1 else device for i in range(len(stages))]
+        model.model = split_model(stages, devices)
+    return wrap_dataparallel(model) if args.parallel == "dp" else model
+
+
+def cut(model, n):
+    """Up to n stages of an nn.Sequential with about equal numbers of parameters."""
+    if not isinstance(model, nn.Sequential) or len(model) < 2:
+        raise BadInput("--parallel split cuts an nn.Sequential of several layers; give any other"
+                       " model's stages to split_model() yourself")
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model]
+    middles = [before - size / 2 for before, size in zip(itertools.accumulate(sizes), sizes)]
+    index = [min(n - 1, int(n * middle / max(1, sum(sizes)))) for middle in middles]
+    return [nn.Sequential(*[layer for layer, i in zip(model, index) if i == stage])
+            for stage in sorted(set(index))]
+
+
+def classify(model, batch):
+    """The loss_fn of the job: mean cross-entropy of logits [N, C] and class indices [N]."""
+    x, y = batch
+    logits = model(x)
+    return F.cross_entropy(_at_least_float32(logits), y.to(logits.device))
+
+
+# ---- the training job ----------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """What a set of flags makes of a model and its data."""
+    device: torch.device
+    bare: nn.Module     # what is saved and loaded; whatever goes around it shares its parameters
+    model: nn.Module
+    sampler: Shuffle
+    loader: DataLoader
+    optimizer: torch.optim.Optimizer
+    amp: Amp
+
+
+def make_job(args, data, rank=0, world=1):
+    """Builds the job of one process; raises BadInput when model and data do not fit."""
+    device = pick_device(args.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    bare = build_model(args, data)
+    model = place_model(args, bare, device)
+    check_model(args, data, model, device)
+    sampler = Shuffle(data.train, world, rank, args.seed)
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in bare.modules())
+    lone = norms and len(sampler) % args.batch_size == 1 < len(sampler)  # no variance in a lone one
+    collate = {} if args.whole_batches else {"collate_fn": default_collate}
+    loader = make_loader(data.train, args.batch_size, sampler=sampler, num_workers=args.workers,
+                         device=device, drop_last=lone, **collate)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=args.lr, momentum=0.9, fused=args.fused)
+    return Job(device, bare, model, sampler, loader, optimizer,
+               mixed_precision(device, DTYPES.get(args.amp)))
+
+
+def auto_batch_size(args, data):
+    """--batch-size auto: the size at which a copy of the job is fastest, the least of all ranks."""
+    job = make_job(argparse.Namespace(**{**vars(args), "batch_size": 1}), data)
+    some = default_collate([data.train[i] for i in range(min(256, len(data.train)))])
+
+    def step(n):
+        batch = [torch.cat([part] * math.ceil(n / len(part)))[:n] for part in some]
+        amp_step(job.model, batch, classify, job.optimizer, job.amp)
+
+    size = torch.tensor(find_batch_size(step, limit=min(1024, len(data.train))))
+    if dist.is_available() and dist.is_initialized():
+        size = size.to(job.device)
+        dist.all_reduce(size, dist.ReduceOp.MIN)
+    return int(size)
+
+
+def lr_factor(step, total):
+    """Share of the peak learning rate: a linear warm-up over a tenth of the steps, then down to 0."""
+    warm_up = max(1, total // 10)
+    return min((step + 1) / warm_up, max(0, total - step) / max(1, total - warm_up))
+
+
+def seed_everything(seed, epoch, rank):
+    """What is drawn in an epoch depends on these three alone, so a resumed run draws the same."""
+    import numpy
+    mixed = random.Random(f"{seed} {epoch} {rank}").getrandbits(32)
+    random.seed(mixed)
+    numpy.random.seed(mixed)
+    torch.manual_seed(mixed)
+    return mixed
+
+
+def from_rank_0(value):
+    """Rank 0's value on every rank."""
+    if dist.is_available() and dist.is_initialized():
+        value = [value]
+        dist.broadcast_object_list(value)
+        value = value[0]
+    return value
+
+
+def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", began=None):
+    """Trains and evaluates as the flags say; returns the summary, a dict."""
+    began = began or time.perf_counter()
+    say = print if rank == 0 else lambda *_: None
+    state = from_rank_0(load_checkpoint(args, data) if rank == 0 else None)
+    if args.batch_size == "auto":
+        args.batch_size = state["batch_size"] if state else auto_batch_size(args, data)
+    job = make_job(args, data, rank, world)
+    model = wrap(job.model)
+    test_loader = make_loader(data.test, args.batch_size, sampler=range(rank, len(data.test), world),
+                              num_workers=args.workers, device=job.device)
+    first = restore(args, state, job)
+    summary = describe(args, data, job, world)
+    for group in job.optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = summary["lr"]
+    steps = math.ceil(len(job.loader) / args.accum)
+    live = live_line(steps) if rank == 0 and sys.stdout.isatty() else None
+    say(start_lines(args, data, summary, backend))
+    samples = seconds = waited = skipped = 0
+    evaluated = None
+    for epoch in range(first, args.epochs):
+        job.loader.generator.manual_seed(seed_everything(args.seed, epoch, rank))
+        job.sampler.set_epoch(epoch)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            job.optimizer, functools.partial(lr_factor, total=steps * args.epochs),
+            last_epoch=epoch * steps - 1)
+        result = train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
+                             amp=job.amp, scheduler=schedule, on_log=live)
+        evaluated = evaluate(model, test_loader, amp=job.amp)
+        if rank == 0:
+            save_checkpoint(args, data, job, epoch + 1)
+        samples, seconds = samples + result.samples, seconds + result.seconds
+        waited, skipped = waited + result.wait * result.seconds, skipped + result.skipped
+        say(epoch_line(epoch, args, result, evaluated, job.device))
+    if evaluated is None:
+        say(f"{args.checkpoint} is finished: {first} of {args.epochs} epochs are done")
+        evaluated = evaluate(model, test_loader, amp=job.amp)
+    summary.update(loss=evaluated[0], accuracy=evaluated[1],
+                   samples_per_s=samples / seconds if seconds else None,
+                   wait=waited / seconds if seconds else None,
+                   peak_memory_mb=peak_memory_mb(job.device), skipped_steps=skipped,
+                   seconds=time.perf_counter() - began)
+    return summary
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def load_checkpoint(args, data):
+    """The contents of --checkpoint, or None when there is nothing yet; tells what is wrong with it.
+
+    Raises: BadInput for a place that cannot be written, a damaged file, and contradicting flags.
+    """
+    if not args.checkpoint:
+        return None
+    file = Path(args.checkpoint)
+    try:  # the place is tried before hours of training, not after
+        if file.is_dir():
+            raise IsADirectoryError("it is a folder")
+        with open(f"{file}.tmp", "wb"):
+            pass
+        os.remove(f"{file}.tmp")
+    except OSError as error:
+        raise BadInput(f"--checkpoint {file} cannot be written: {error.strerror or error}")
+    if not file.exists():
+        return None
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        flags = state["ptspeed"]
+    except Exception as error:
+        raise BadInput(f"--checkpoint {file} is damaged or not ptspeed's ({type(error).__name__}):"
+                       " move it away, or name another file")
+    for flag, now in _flags(args, data).items():
+        if flags[flag] != now:
+            raise BadInput(f"--{flag} is {now}, but --checkpoint {file} was written with"
+                           f" {flags[flag]}")
+    return state
+
+
+def _flags(args, data):
+    """What must be the same when a run goes on."""
+    return {"model": args.model, "data": data.name, "classes": data.classes}
+
+
+def restore(args, state, job):
+    """Puts a checkpoint's contents into the job; returns the number of finished epochs."""
+    if state is None:
+        return 0
+    try:
+        job.bare.load_state_dict(state["model"])
+        groups = job.optimizer.state_dict()["param_groups"]  # rates are recomputed, not loaded
+        job.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+    except (RuntimeError, ValueError) as error:
+        raise BadInput(f"--checkpoint {args.checkpoint} holds another model: {_one_line(error)}")
+    if state["scaler"]:
+        job.amp.scaler.load_state_dict(state["scaler"])
+    return state["epoch"]
+
+
+def save_checkpoint(args, data, job, epoch):
+    """Replaces --checkpoint in one step, so that there is a whole file at any moment."""
+    if not args.checkpoint:
+        return
+    buffer, temporary = io.BytesIO(), f"{args.checkpoint}.tmp"
+    torch.save({"ptspeed": _flags(args, data), "epoch": epoch, "batch_size": args.batch_size,
+                "model": job.bare.state_dict(), "optimizer": job.optimizer.state_dict()["state"],
+                "scaler": job.amp.scaler.state_dict()}, buffer)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, args.checkpoint)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise RunFailed(f"--checkpoint {args.checkpoint} cannot be saved: {error.strerror}; the"
+                        " previous one is untouched") from None
+
+
+# ---- what is printed -----------------------------------------------------------------------------
+
+
+def reset_peak_memory():
+    """Starts peak_memory_mb() anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # VmHWM; ru_maxrss would never fall, and is inherited
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mb(device):
+    """Peak memory in MiB: of the GPU, else of this process on Linux, else None (not measured)."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return round(int(status.split("VmHWM:")[1].split()[0]) / 2**10, 1)
+
+
+def describe(args, data, job, world):
+    """The part of the summary that is known before training."""
+    global_batch = args.batch_size * args.accum * world
+    dtype = getattr(job.amp.autocast, "fast_dtype", None)
+    return {"device": str(job.device), "torch": torch.__version__, "data": data.name,
+            "model": args.model, "params": sum(p.numel() for p in job.bare.parameters()),
+            "batch_size": args.batch_size, "accum": args.accum, "world": world,
+            "global_batch": global_batch, "lr": scale_lr(args.lr, global_batch),
+            "amp": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype),
+            "workers": job.loader.num_workers, "epochs": args.epochs}
+
+
+def start_lines(args, data, summary, backend=""):
+    """Two lines: what is trained, and the global batch and the learning rate with their formulas."""
+    s = argparse.Namespace(**summary)
+    return (f"{s.model} ({s.params:,} parameters) on {s.data} ({len(data.train):,} +"
+            f" {len(data.test):,} samples), {s.device}{backend}, torch {s.torch},"
+            f" {s.amp or 'float32'}, {s.workers} workers\n"
+            f"global batch {s.batch_size} x accum {s.accum} x world {s.world} = {s.global_batch},"
+            f" learning rate {args.lr:g} x {s.global_batch} / 256 = {s.lr:g}")
+
+
+def _mb(mb):
+    return "not measured" if mb is None else f"{mb:,.0f} MiB"
+
+
+def epoch_line(epoch, args, result, evaluated, device):
+    return (f"epoch {epoch + 1}/{args.epochs}: train loss {result.loss:.4f}, test loss"
+            f" {evaluated[0]:.4f}, accuracy {evaluated[1]:.4f},"
+            f" {result.samples / result.seconds:,.0f} samples/s, waiting {result.wait:.0%},"
+            f" peak memory {_mb(peak_memory_mb(device))}, skipped {result.skipped}")
+
+
+def live_line(steps):
+    """An on_log that rewrites one line on a terminal."""
+    def show(step, loss, samples_per_s, wait):
+        print(f"\r  step {step}/{steps}, loss {loss:.4f}, {samples_per_s:,.0f} samples/s, waiting"
+              f" {wait:.0%} ", end="\r", flush=True)
+    return show
+
+
+def closing_lines(args, s):
+    """The summary, for people or as JSON."""
+    if args.json:
+        return json.dumps(s)
+    speed = "no training" if s["samples_per_s"] is None else (
+        f"{s['samples_per_s']:,.0f} samples/s, waiting {s['wait']:.0%},"
+        f" {s['skipped_steps']} steps skipped")
+    return (f"accuracy {s['accuracy']:.4f}, loss {s['loss']:.4f} on the test set of {s['data']}\n"
+            f"{speed}, peak memory {_mb(s['peak_memory_mb'])}, {s['seconds']:.1f} s in all")
+
+
+def main(argv=None):
+    """Runs the job; exits 2 on bad input, 1 when the run fails, 130 on Ctrl-C."""
+    began = time.perf_counter()
+    reset_peak_memory()
+    with told_in_one_line("ptspeed.py"):
+        p = make_parser()
+        p.add_argument("--parallel", choices=("none", "dp", "split"), default="none",
+                       help="several GPUs in this process: DataParallel, or the model split over"
+                       " them (default: none)")
+        p.add_argument("--compare", action="store_true", help="measure which technique pays on"
+                       " this machine")
+        args = p.parse_args(argv)
+        data = load_data(args)
+        if args.compare:
+            raise BadInput("--compare is not there yet")
+        else:
+            print(closing_lines(args, run(args, data, began=began)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
