@@ -327,7 +327,7 @@ def to_gpu(obj, device=None):
 
 
 def _map(fn, obj, *others):
-    """Applies fn in a nesting (to several alike: in parallel), inside where it is NotImplemented."""
+    """Applies fn in a nesting (in parallel to several alike), deeper where it is NotImplemented."""
     done = fn(obj, *others)
     if done is not NotImplemented:
         return done
@@ -380,8 +380,8 @@ def mixed_precision(device, dtype="auto"):
         return Amp(contextlib.nullcontext(), torch.amp.GradScaler(device.type, enabled=False))
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"mixed precision is 'auto', bfloat16, float16 or None, not {dtype!r}")
-    scaled = dtype is torch.float16
-    return Amp(torch.autocast(device.type, dtype), torch.amp.GradScaler(device.type, enabled=scaled))
+    return Amp(torch.autocast(device.type, dtype),
+               torch.amp.GradScaler(device.type, enabled=dtype is torch.float16))
 
 
 class StepResult(NamedTuple):
@@ -748,7 +748,7 @@ class _Parser(argparse.ArgumentParser):
         raise BadInput(message)
 
 
-def _number(kind, low):
+def number(kind, low):
     """An argparse type: a finite int or float of at least `low`."""
     def parse(text):
         try:
@@ -763,13 +763,13 @@ def _number(kind, low):
 
 
 def _batch_size(text):
-    return text if text == "auto" else _number(int, 1)(text)
+    return text if text == "auto" else number(int, 1)(text)
 
 
 def make_parser(prog="ptspeed.py"):
     """The flags that both programs share."""
     p = _Parser(prog=prog, description="Train a classifier fast, and exactly.")
-    add, whole = p.add_argument, _number(int, 1)
+    add, whole = p.add_argument, number(int, 1)
     add("--data", default="auto", help="auto, mnist, synthetic or package.module:function that"
         " returns (train_set, test_set) (default: auto)")
     add("--root", default="data", help="folder of MNIST, torchvision's layout (default: data)")
@@ -781,13 +781,13 @@ def make_parser(prog="ptspeed.py"):
     add("--accum", type=whole, default=1, help="micro-batches per optimizer step (default: 1)")
     add("--amp", nargs="?", const="auto", choices=DTYPES, help="mixed precision; alone: the"
         " better one for the device (default: off)")
-    add("--workers", type=_number(int, 0), help="loader processes (default: 0 for data in memory,"
+    add("--workers", type=number(int, 0), help="loader processes (default: 0 for data in memory,"
         " else the usable CPUs)")
-    add("--lr", type=_number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
+    add("--lr", type=number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
         " the global batch (default: 0.2)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--device", help="such as cpu or cuda:1 (default: the accelerator that is here, or cpu)")
-    add("--seed", type=_number(int, 0), default=0, help="of weights, order, dropout, augmentation"
+    add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation"
         " (default: 0)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it exists, write it after each"
         " epoch")
@@ -800,25 +800,29 @@ DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @contextlib.contextmanager
-def told_in_one_line(prog):
-    """Turns what users can understand and mend into one line and an exit status."""
+def told_in_one_line(prog, quiet=False):
+    """Turns an error that users can understand into one line and an exit status.
+
+    quiet: not the line, for what all ranks of a job say alike.
+    """
     try:
         yield
-    except BadInput as error:
-        message, status = str(error), 2
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
-    except (RunFailed, FloatingPointError) as error:
-        message, status = str(error), 1
-    except Exception as error:
-        message, status = _remedy(error), 1
+    except (Exception, KeyboardInterrupt) as error:
+        message, status = explain(error)
         if message is None:
             raise
-    else:
-        return
-    with contextlib.suppress(OSError):
-        print(f"{prog}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    raise SystemExit(status)
+        if not (quiet and isinstance(error, (BadInput, FloatingPointError, KeyboardInterrupt))):
+            print(f"{prog}: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(status) from None
+
+
+def explain(error):
+    """The line that tells an error, or None where its traceback tells more, and the exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    known = isinstance(error, (BadInput, RunFailed, FloatingPointError))
+    message = str(error) if known else _remedy(error)
+    return message and " ".join(message.split()), 2 if isinstance(error, BadInput) else 1
 
 
 def _remedy(error):
@@ -1011,8 +1015,9 @@ class Normalize(nn.Module):
 
 def check_model(args, data, model, device):
     """One forward of one batch, so that what cannot work is told before training starts."""
+    samples = [data.train[i] for i in range(min(2, len(data.train)))]
     try:
-        x, y = default_collate([data.train[i] for i in range(min(2, len(data.train)))])
+        x, y = default_collate(samples)
         model.eval()
         with torch.no_grad():
             logits = model(to_gpu(x, device))
@@ -1106,7 +1111,7 @@ def auto_batch_size(args, data):
 
 
 def lr_factor(step, total):
-    """Share of the peak learning rate: a linear warm-up over a tenth of the steps, then down to 0."""
+    """Share of the peak rate: linear warm-up over a tenth of the steps, then linear down to 0."""
     warm_up = max(1, total // 10)
     return min((step + 1) / warm_up, max(0, total - step) / max(1, total - warm_up))
 
@@ -1122,7 +1127,7 @@ def seed_everything(seed, epoch, rank):
 
 
 def from_rank_0(value):
-    """Rank 0's value on every rank."""
+    """Rank 0's value on every rank, which all wait for; the value itself in a single process."""
     if dist.is_available() and dist.is_initialized():
         value = [value]
         dist.broadcast_object_list(value)
@@ -1133,14 +1138,15 @@ def from_rank_0(value):
 def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", began=None):
     """Trains and evaluates as the flags say; returns the summary, a dict."""
     began = began or time.perf_counter()
-    say = print if rank == 0 else lambda *_: None
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *_: None
     state = from_rank_0(load_checkpoint(args, data) if rank == 0 else None)
     if args.batch_size == "auto":
         args.batch_size = state["batch_size"] if state else auto_batch_size(args, data)
     job = make_job(args, data, rank, world)
     model = wrap(job.model)
-    test_loader = make_loader(data.test, args.batch_size, sampler=range(rank, len(data.test), world),
-                              num_workers=args.workers, device=job.device)
+    share = range(rank, len(data.test), world)  # unlike the training share, complete
+    test_loader = make_loader(data.test, args.batch_size, sampler=share, num_workers=args.workers,
+                              device=job.device)
     first = restore(args, state, job)
     summary = describe(args, data, job, world)
     for group in job.optimizer.param_groups:
@@ -1161,6 +1167,7 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
         evaluated = evaluate(model, test_loader, amp=job.amp)
         if rank == 0:
             save_checkpoint(args, data, job, epoch + 1)
+        from_rank_0(None)  # DDP: nobody goes on before the file is there
         samples, seconds = samples + result.samples, seconds + result.seconds
         waited, skipped = waited + result.wait * result.seconds, skipped + result.skipped
         say(epoch_line(epoch, args, result, evaluated, job.device))
@@ -1285,7 +1292,7 @@ def describe(args, data, job, world):
 
 
 def start_lines(args, data, summary, backend=""):
-    """Two lines: what is trained, and the global batch and the learning rate with their formulas."""
+    """Two lines: what is trained; the global batch and the learning rate with their formulas."""
     s = argparse.Namespace(**summary)
     return (f"{s.model} ({s.params:,} parameters) on {s.data} ({len(data.train):,} +"
             f" {len(data.test):,} samples), {s.device}{backend}, torch {s.torch},"
