@@ -13,6 +13,7 @@ Limits: BatchNorm sees each rank's micro-batch. Every rank runs the same number 
 Source: Li et al. 2020, arXiv 2006.15704; PyTorch DDP and torchrun notes.
 """
 import argparse
+import gc
 import json
 import multiprocessing.connection
 import os
@@ -76,6 +77,7 @@ def train(args, rank, world, local_rank, local_world, store=None):
     # and saves on rank 0 alone: the same lines serve the single process, where world is 1.
     summary = ptspeed.run(args, data, rank=rank, world=world, wrap=wrap, backend=f" {args.backend}")
     dist.destroy_process_group()                                    # DDP: shutdown
+    gc.collect()  # frees the group, whose threads must end before Python does (pytorch#179291)
     return summary
 
 
