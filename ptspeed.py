@@ -28,11 +28,16 @@ import gc
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import pkgutil
 import random
+import shlex
+import shutil
 import socket
+import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -98,16 +103,13 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
         on the GPU need pin_memory=False.
     Source: pytorch.org/docs/stable/data.html; Performance Tuning Guide.
     """
-    stream, base = isinstance(dataset, IterableDataset), dataset
-    while type(base) is Subset:
-        base = base.dataset
-    in_memory = getattr(type(base), "__getitem__", None) is TensorDataset.__getitem__
+    stream, tensors = isinstance(dataset, IterableDataset), in_memory(dataset)
     if shuffle and (stream or sampler is not None or kwargs.get("batch_sampler") is not None):
         raise ValueError("shuffle=True contradicts an IterableDataset, a sampler or batch_sampler:"
                          " it is they who choose the order")
     if num_workers is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_workers = 0 if in_memory else min(usable_cpus(ranks), 1 if stream else 10**6)
+        num_workers = 0 if tensors else min(usable_cpus(ranks), 1 if stream else 10**6)
     if stream and num_workers > 1 and kwargs.get("worker_init_fn") is None:
         warnings.warn("1 worker for this IterableDataset: each further one would yield all of it"
                       " again; if it shards itself, pass a worker_init_fn to say so", stacklevel=2)
@@ -116,22 +118,30 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
         for option in ("prefetch_factor", "persistent_workers", "multiprocessing_context",
                        "timeout", "in_order"):
             kwargs.pop(option, None)
-    pinnable = pick_device(device).type in ("cuda", "xpu") and not (
-        in_memory and any(t.device.type != "cpu" for t in base.tensors))
+    pinnable = pick_device(device).type in ("cuda", "xpu") and all(t.is_cpu for t in tensors)
     kwargs["pin_memory"] = bool(kwargs.get("pin_memory", True)) and pinnable
     kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
     if kwargs.get("batch_sampler") is not None:
         return _Loader(dataset, num_workers=num_workers, **kwargs)
     if shuffle:
         sampler = Shuffle(dataset, seed=seed)
-    if kwargs.get("drop_last") and not stream:
-        n = len(dataset if sampler is None else sampler)
+    order = dataset if sampler is None else sampler
+    if kwargs.get("drop_last") and batch_size and hasattr(order, "__len__"):
+        n = len(order)
         if n < batch_size:
             raise ValueError(f"{n} samples with batch_size {batch_size} and drop_last make no"
                              " batch at all: lower batch_size or leave drop_last out")
-    if in_memory and kwargs.get("collate_fn") is None:
+    if tensors and kwargs.get("collate_fn") is None:
         dataset, kwargs["collate_fn"] = _WholeBatches(dataset), _as_it_is
     return _Loader(dataset, batch_size, sampler=sampler, num_workers=num_workers, **kwargs)
+
+
+def in_memory(dataset):
+    """The tensors of a TensorDataset or of a Subset of one; () for any other dataset."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    plain = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
+    return dataset.tensors if plain else ()
 
 
 class Shuffle(DistributedSampler):
@@ -143,7 +153,7 @@ class Shuffle(DistributedSampler):
     def __iter__(self):
         order = super().__iter__()
         self.epoch += 1  # so that a caller who forgets set_epoch still gets another order
-        return order
+        yield from order  # lazy, as DataLoader makes iterators that it never uses
 
 
 class _Loader(DataLoader):
@@ -166,7 +176,11 @@ class _WholeBatches(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, indices):  # DataLoader's fetcher asks for this one first
-        return self.dataset[indices]
+        dataset = self.dataset
+        while type(dataset) is Subset:
+            dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
+        index = torch.as_tensor(indices)  # once, and a list of tensors would index dimensions
+        return dataset[index]
 
 
 def _as_it_is(batch):
@@ -340,7 +354,8 @@ def _map(fn, obj, *others):
         return new
     if isinstance(obj, (dict, collections.UserDict)):
         new = copy.copy(obj)
-        new.update({key: _map(fn, obj[key], *[o[key] for o in others]) for key in obj})
+        for key in obj:
+            new[key] = _map(fn, obj[key], *[o[key] for o in others])
         return new
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         new = copy.copy(obj)
@@ -421,11 +436,14 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
     # A micro-batch without targets has the mean 0/0: it is left out, so it cannot poison the rest.
     todo = [pair for pair in zip(batches, counts) if pair[1]] or [(batches[-1], 0)]
     loss = 0.0
-    for i, (batch, n) in enumerate(todo, 1):
-        with contextlib.nullcontext() if i == len(todo) else _no_sync(model):
-            part = _forward_backward(model, batch, loss_fn, amp, n, window)
-        loss = loss + part * (n / max(1, window.local))
-    return StepResult(loss, window.local, *_update(optimizer, amp, max_norm))
+    try:
+        for i, (batch, n) in enumerate(todo, 1):
+            with contextlib.nullcontext() if i == len(todo) else _no_sync(model):
+                part = _forward_backward(model, batch, loss_fn, amp, n, window)
+            loss = loss + part * (n / max(1, window.local))
+        return StepResult(loss, window.local, *_update(optimizer, amp, max_norm))
+    finally:
+        optimizer.zero_grad()  # after an error too, so that nothing leaks into the next window
 
 
 def _count_targets(batch, count):
@@ -492,25 +510,27 @@ def _at_least_float32(x):
 
 
 def _update(optimizer, amp, max_norm):
-    """Unscale, clip, step, zero: once per window. Returns (stepped, grad_norm)."""
-    scaler, grad_norm = amp.scaler, None
+    """Unscale, clip, step: once per window. Returns (stepped, grad_norm)."""
+    scaler, grad_norm, finite = amp.scaler, None, True
+    scale = scaler.get_scale()  # 1.0 when the scaler is off: no read of the device
     if max_norm is not None:
         scaler.unscale_(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grad_norm = nn.utils.clip_grad_norm_(params, max_norm)
-        if not scaler.is_enabled() and not torch.isfinite(grad_norm):
-            optimizer.zero_grad()
-            raise FloatingPointError(f"the gradient's norm is {grad_norm.item()}; the weights are"
-                                     " untouched. Try a lower learning rate or a longer warm-up")
-    before = scaler.get_scale()  # 1.0 when the scaler is off: no read of the device
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
+        finite = bool(torch.isfinite(grad_norm))
+    if finite:
+        scaler.step(optimizer)
+        scaler.update()
+    elif scaler.is_enabled():  # skip: the norm may overflow where no single gradient does
+        scaler.update(scale * scaler.get_backoff_factor())
+    else:
+        raise FloatingPointError(f"the gradient's norm is {grad_norm.item()}; the weights are"
+                                 " untouched. Try a lower learning rate or a longer warm-up")
     after = scaler.get_scale()
-    if after < min(before, 1e-4):
+    if after < min(scale, 1e-4):
         raise FloatingPointError(f"the loss scale fell to {after:.1g} and gradients are still not"
-                                 " finite: the loss itself is. Try a lower learning rate or bf16")
-    return after >= before, grad_norm  # a fused optimizer runs even when it skips, so no hook on it
+                                 " finite: the loss itself is not. Try a lower learning rate or bf16")
+    return after >= scale, grad_norm  # a fused optimizer runs even when it skips, so no hook on it
 
 
 class EpochResult(NamedTuple):
@@ -546,8 +566,9 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
         window = list(itertools.islice(batches, accum))
         waited += time.perf_counter() - asked
         if window:
-            step = accumulate_step(model, window, loss_fn, optimizer, amp, max_norm=max_norm,
-                                   count=count)
+            with _naming_step(meter.steps + len(meter.pending) + 1):
+                step = accumulate_step(model, window, loss_fn, optimizer, amp, max_norm=max_norm,
+                                       count=count)
             if step.stepped and scheduler is not None:
                 scheduler.step()
             meter.add(step)
@@ -563,6 +584,14 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
     seconds = time.perf_counter() - start
     return EpochResult(meter.mean(), meter.samples, meter.steps, meter.skipped, seconds,
                        waited / seconds)
+
+
+@contextlib.contextmanager
+def _naming_step(step):
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {step}: {error}") from None
 
 
 class _Meter:
@@ -1003,8 +1032,8 @@ class Normalize(nn.Module):
     def forward(self, x):
         if x.dtype == torch.uint8:
             x = x.float().sub_(255 * self.mean).div_(255 * self.std)
-            if x.dim() == 3 and self.channels:
-                x = x.unsqueeze(1)
+        if x.dim() == 3 and self.channels:  # [N, H, W]
+            x = x.unsqueeze(1)
         if x.dim() == 4:
             if x.shape[1] == 1 and self.channels == 3:
                 x = x.expand(-1, 3, -1, -1)
@@ -1032,6 +1061,7 @@ def place_model(args, bare, device):
     if args.channels_last and all(p.dim() != 5 for p in bare.parameters()):  # no 3-d convolution
         bare.to(memory_format=torch.channels_last)
     if args.compile:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
         bare.compile()  # in place and before any wrapper: around DDP it would compile nothing
     model = Normalize(bare.to(device), channels_last=args.channels_last)
     if args.parallel == "split":
@@ -1086,9 +1116,9 @@ def make_job(args, data, rank=0, world=1):
     sampler = Shuffle(data.train, world, rank, args.seed)
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in bare.modules())
     lone = norms and len(sampler) % args.batch_size == 1 < len(sampler)  # no variance in a lone one
-    collate = {} if args.whole_batches else {"collate_fn": default_collate}
-    loader = make_loader(data.train, args.batch_size, sampler=sampler, num_workers=args.workers,
-                         device=device, drop_last=lone, **collate)
+    train = data.train if args.whole_batches else PerSample(data.train)
+    loader = make_loader(train, args.batch_size, sampler=sampler, num_workers=args.workers,
+                         device=device, drop_last=lone)
     optimizer = torch.optim.SGD(bare.parameters(), lr=args.lr, momentum=0.9, fused=args.fused)
     return Job(device, bare, model, sampler, loader, optimizer,
                mixed_precision(device, DTYPES.get(args.amp)))
@@ -1331,6 +1361,251 @@ def closing_lines(args, s):
             f"{speed}, peak memory {_mb(s['peak_memory_mb'])}, {s['seconds']:.1f} s in all")
 
 
+# ---- --compare: which of these pays here? --------------------------------------------------------
+
+
+class Trial:
+    """A variant of the job, which is nothing but its flags, under the stopwatch."""
+
+    def __init__(self, args, data):
+        self.args, self.job = args, make_job(args, data)
+        self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
+        if not args.uint8:
+            self.batches = map(_as_float, self.batches)
+        self.speeds, self.memory_mb, self.windows_per_s = [], None, 1.0
+        self.loss_with_graph = 0.0
+        began = time.perf_counter()
+        self.turn(0)
+        self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's
+        self.windows_per_s = self.turn(0) / (args.batch_size * args.accum)
+        self.speeds = []
+
+    def loss_fn(self, model, batch):
+        """The job's loss; the naive loop keeps its graph and reads it in every step."""
+        loss = classify(model, batch)
+        if not self.args.detached:
+            self.loss_with_graph = self.loss_with_graph + loss
+            self.loss_with_graph.item()
+        return loss
+
+    def turn(self, seconds, batches=None):
+        """Trains for about that time; returns samples per second, loading included."""
+        for _ in range(0 if batches else 2 * self.job.loader.num_workers):
+            next(self.batches)  # those that the workers fetched while others had their turn
+        windows, self.loss_with_graph = max(1, round(seconds * self.windows_per_s)), 0.0
+        some = itertools.islice(batches or self.batches, windows * self.args.accum)
+        reset_peak_memory()
+        result = train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
+                             accum=self.args.accum, amp=self.job.amp, log_every=windows)
+        self.memory_mb = max(filter(None, (self.memory_mb, peak_memory_mb(self.job.device))),
+                             default=None)
+        self.speeds.append(result.samples / result.seconds)
+        return self.speeds[-1]
+
+
+class PerSample(Dataset):
+    """The stock idiom for images in memory: each one through PIL to a normalised tensor."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        from torchvision.transforms import functional as transform
+        x, y = self.dataset[index]
+        if x.dtype == torch.uint8:
+            x = transform.normalize(transform.to_tensor(transform.to_pil_image(x)), 0.1307, 0.3081)
+        return x, int(y)
+
+
+def _as_float(batch):
+    """What most code does: normalised on the host, so four times the bytes cross to the device."""
+    x, y = batch
+    return (x.float().div_(255) if x.dtype == torch.uint8 else x), y
+
+
+def judge(ratios):
+    """(median, spread, verdict) of a variant's speed over the kept one's, measured in turns.
+
+    The spread is the distance of the quartiles; a gain must be over 3 % and beyond it.
+    """
+    low, median, high = statistics.quantiles(ratios, n=4)
+    spread = high - low
+    if abs(median - 1) <= max(0.03, spread):
+        return median, spread, "within noise"
+    return median, spread, f"pays {median:.2f}x" if median > 1 else f"costs {100 * (1 - median):.0f} %"
+
+
+class Comparison:
+    """The kept set of techniques, and a row for each one tried."""
+
+    def __init__(self, args, data, seconds=0.4, turns=7):
+        self.data, self.json, self.seconds, self.turns, self.rows = (
+            data, args.json, seconds, turns, [])
+        naive = {"batch_size": 32, "accum": 1, "amp": None, "workers": 0, "parallel": "none",
+                 "compile": False, "whole_batches": not in_memory(data.train), "channels_last": False, "fused": False,
+                 "uint8": False, "detached": False}
+        self.kept = Trial(argparse.Namespace(**{**vars(args), **naive}), data)
+        self.naive_speed = statistics.median([self.kept.turn(seconds) for _ in range(turns)])
+        if not self.json:
+            print(f"{'#':<2}{'technique':<34}{'samples/s':>9}{'ratio':>12}{'MiB':>7}  times naive, / 2")
+        self.row("0", "the naive loop", "", self.naive_speed, memory_mb=self.kept.memory_mb)
+
+    def attempt(self, number, name, *, missing=None, by_memory=False, **flags):
+        """Measures the kept set with other flags against the kept set; keeps them if they pay."""
+        if missing:
+            return self.row(number, name, f"not here: {missing}")
+        self.progress(f"measuring {name} ...")
+        try:
+            trial = Trial(argparse.Namespace(**{**vars(self.kept.args), **flags}), self.data)
+            turns = self.turns_for(trial)
+            ratios = [trial.turn(self.seconds) / self.kept.turn(self.seconds)
+                      for _ in range(turns)]
+        except Exception as error:
+            return self.row(number, name, f"not here: {_one_line(error)}")
+        ratio, spread, verdict = judge(ratios)
+        if by_memory and trial.memory_mb:
+            less = trial.memory_mb / self.kept.memory_mb
+            verdict = "within noise" if abs(less - 1) <= 0.03 else (
+                f"pays {1 / less:.2f}x memory" if less < 1 else f"costs {100 * (less - 1):.0f} % memory")
+        if trial.args.compile:
+            name += f", {trial.first_s:.0f} s to compile"
+        pays = verdict.startswith("pays") and not by_memory
+        self.row(number, name, verdict, statistics.median(trial.speeds), ratio, spread,
+                 trial.memory_mb)
+        if pays:
+            self.kept = trial
+        return pays
+
+    def turns_for(self, trial):
+        """7 turns, fewer (3 at least) for a job so slow that they would take over half a minute."""
+        pair = sum(max(self.seconds, 1 / t.windows_per_s) for t in (trial, self.kept))
+        return min(self.turns, max(3, int(30 / pair)))
+
+    def row(self, number, name, verdict, speed=None, ratio=None, spread=None, memory_mb=None):
+        """Prints a row and keeps it for --json."""
+        self.rows.append({"technique": number, "name": name, "samples_per_s": speed, "ratio": ratio,
+                          "spread": spread, "peak_memory_mb": memory_mb, "verdict": verdict})
+        self.progress("")
+        if self.json:
+            return
+        figures = (f"{'' if speed is None else f'{speed:,.0f}':>9}"
+                   f"{'' if ratio is None else f'{ratio:.2f} ±{spread:.2f}':>12}"
+                   f"{'' if memory_mb is None else f'{memory_mb:,.0f}':>7}")
+        bar = "#" * min(14, round(2 * (speed or 0) / self.naive_speed))
+        colour = {"pays": "\033[32m", "cost": "\033[31m"}.get(verdict[:4], "")
+        if colour and sys.stdout.isatty():
+            verdict = f"{colour}{verdict}\033[0m"
+        print(f"{number:<2}{name:<34}{figures}  {bar:<14} {verdict}", flush=True)
+
+    def progress(self, text):
+        """A line that the next one overwrites, on a terminal."""
+        if sys.stderr.isatty():
+            print(f"\r{text:<60}\r", end="", file=sys.stderr, flush=True)
+
+    def command(self):
+        """The command line with what was kept."""
+        args, words = self.kept.args, ["python ptspeed.py"]
+        defaults = make_parser().parse_args([])
+        for flag in ("data", "model", "device"):
+            if getattr(args, flag) != getattr(defaults, flag):
+                words.append(f"--{flag} {shlex.quote(getattr(args, flag))}")
+        words.append(f"--batch-size {args.batch_size} --workers {args.workers}")
+        words += ["--amp"] * bool(args.amp) + ["--compile"] * args.compile
+        return " ".join(words + [f"--parallel {args.parallel}"] * (args.parallel != "none"))
+
+
+def bottleneck(args, data):
+    """Times the loader alone, the step alone on one resident batch, and both; three lines."""
+    trial = Trial(argparse.Namespace(**vars(args), uint8=True, detached=True), data)
+    loader = args.batch_size * measure(lambda: next(trial.batches), seconds=1)
+    batch = to_gpu(next(trial.batches), trial.job.device)
+    step = statistics.median([trial.turn(0.4, itertools.repeat(batch)) for _ in range(3)])
+    both = statistics.median([trial.turn(0.4) for _ in range(3)])
+    slower = "loading" if loader < step else "computing"
+    return (f"the loader alone {loader:,.0f} samples/s, the step alone {step:,.0f}, both"
+            f" {both:,.0f}: {slower} is the bottleneck")
+
+
+def run_ddp(args, data_name, world):
+    """samples/s of one epoch of ptspeed_ddp.py at the same global batch; raises RunFailed."""
+    flags = {"--world": world, "--batch-size": max(1, args.batch_size // world), "--epochs": 1,
+             "--data": data_name, "--model": args.model, "--root": args.root,
+             "--workers": args.workers // world, "--seed": args.seed}
+    command = [sys.executable, str(Path(__file__).with_name("ptspeed_ddp.py")), "--json"]
+    command += [str(word) for pair in flags.items() for word in pair]
+    command += ["--amp"] * bool(args.amp) + ["--device", "cpu"] * (args.device == "cpu")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise RunFailed("an epoch takes over 60 s")
+    if done.returncode:
+        raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])["samples_per_s"]
+
+
+def compare(args, data):
+    """Switches the techniques on one after the other, keeps what pays, prints the command to use."""
+    args.batch_size = 64 if args.batch_size == "auto" else args.batch_size
+    began, say = time.perf_counter(), (lambda *_: None) if args.json else print
+    say(bottleneck(args, data))
+    table = Comparison(args, data)
+    try:
+        techniques(table, args, data)
+    except KeyboardInterrupt:
+        say("interrupted: what follows is from the rows above")
+        raise
+    finally:
+        end = {"rows": table.rows, "command": table.command(), "conditions": (
+            f"measured on {pick_device(args.device)}, {usable_cpus()} cores, torch"
+            f" {torch.__version__}, model {args.model}, data {data.name}, n = {table.turns} turns"
+            f" of {table.seconds} s in {time.perf_counter() - began:.0f} s")}
+        print(json.dumps(end) if args.json else f"{end['command']}\n{end['conditions']}")
+
+
+def techniques(table, args, data):
+    """The rows of --compare, in the order of the nine."""
+    gpus = torch.cuda.device_count()
+    table.attempt("1", "whole-batch loading", whole_batches=True, missing=None if in_memory(
+        data.train) else "the data set gives one sample at a time")
+    workers = 1
+    while table.attempt("2", f"workers: {workers}", workers=workers):
+        workers *= 2
+    size = auto_batch_size(table.kept.args, data)
+    table.attempt("3", f"batch size {size}", batch_size=size)
+    size = table.kept.args.batch_size
+    table.attempt("4", f"accumulation: 4 x {size // 4}, by memory", batch_size=size // 4, accum=4,
+                  by_memory=True)
+    table.attempt("5", "loss detached, not read each step", detached=True)
+    table.attempt("6", "uint8, channels_last, non_blocking", uint8=True, channels_last=True)
+    table.attempt("7", "mixed precision", amp=args.amp or "auto")
+    needs_2 = None if gpus > 1 else "needs 2 GPUs"
+    table.attempt("8", "DataParallel", parallel="dp", missing=needs_2)
+    table.attempt("8", "model split over devices", parallel="split", missing=needs_2)
+    ddp_row(table, 2 if not gpus or args.device == "cpu" else gpus)
+    table.attempt("+", "fused optimizer", fused=True)
+    table.attempt("+", "compile", compile=True, missing=None if shutil.which(
+        os.environ.get("CXX", "cl" if os.name == "nt" else "c++")) else "needs a C++ compiler")
+
+
+def ddp_row(table, world):
+    """The row of technique 9: one run of its own, against the kept set's median."""
+    name, kept = f"DDP, {world} processes (1 run)", table.kept
+    if world < 2:
+        return table.attempt("9", name, missing="needs 2 GPUs")
+    table.progress(f"measuring {name} ...")
+    try:
+        before = [kept.turn(table.seconds) for _ in range(3)]
+        speed = run_ddp(kept.args, table.data.name, world)
+        after = [kept.turn(table.seconds) for _ in range(3)]
+    except RunFailed as error:
+        return table.attempt("9", name, missing=str(error))
+    ratio, spread, verdict = judge([speed / kept_speed for kept_speed in before + after])
+    return table.row("9", name, verdict, speed, ratio, spread)
+
+
 def main(argv=None):
     """Runs the job; exits 2 on bad input, 1 when the run fails, 130 on Ctrl-C."""
     began = time.perf_counter()
@@ -1345,7 +1620,7 @@ def main(argv=None):
         args = p.parse_args(argv)
         data = load_data(args)
         if args.compare:
-            raise BadInput("--compare is not there yet")
+            compare(args, data)
         else:
             print(closing_lines(args, run(args, data, began=began)))
     return 0
