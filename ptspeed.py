@@ -644,12 +644,11 @@ def evaluate(model, loader, *, device=None, amp=None):
     Source: DistributedSampler's documentation (it pads by default).
     """
     amp = amp or mixed_precision("cpu", None)
-    bare = model
+    bare, group = model, None
     if isinstance(model, DistributedDataParallel):
-        bare = model.module  # DDP's forward broadcasts, which hangs when a rank has no sample
-        for buffer in bare.buffers():  # BatchNorm's statistics differ between ranks
-            dist.broadcast(buffer, dist.get_global_rank(model.process_group, 0),
-                           group=model.process_group)
+        bare, group = model.module, model.process_group  # its own forward broadcasts, which hangs
+        for buffer in bare.buffers():                    # when a rank has no sample
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
     device = _device_of(bare) if device is None else pick_device(device)
     precision = torch.float32 if device.type == "mps" else torch.float64
     totals = torch.zeros(3, dtype=precision, device=device)
@@ -668,7 +667,7 @@ def evaluate(model, loader, *, device=None, amp=None):
         for module, mode in modes:
             module.training = mode
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(totals)
+        dist.all_reduce(totals, group=group)
     loss, right, n = totals.tolist()
     if not n:
         raise ValueError("there is no sample to evaluate")
@@ -791,6 +790,15 @@ def number(kind, low):
     return parse
 
 
+def _device(text):
+    try:
+        if pick_device(text).type == "meta":
+            raise ValueError("meta tensors hold no numbers to train on: try cpu")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error)
+    return text
+
+
 def _batch_size(text):
     return text if text == "auto" else number(int, 1)(text)
 
@@ -815,7 +823,7 @@ def make_parser(prog="ptspeed.py"):
     add("--lr", type=number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
         " the global batch (default: 0.2)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--device", help="such as cpu or cuda:1 (default: the accelerator that is here, or cpu)")
+    add("--device", type=_device, help="such as cpu or cuda:1 (default: the accelerator that is here, or cpu)")
     add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation"
         " (default: 0)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it exists, write it after each"
@@ -1234,7 +1242,9 @@ def load_checkpoint(args, data):
     if not file.exists():
         return None
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = torch.load(file, map_location="cpu", weights_only=True)
         flags = state["ptspeed"]
     except Exception as error:
         raise BadInput(f"--checkpoint {file} is damaged or not ptspeed's ({type(error).__name__}):"

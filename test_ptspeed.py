@@ -4,24 +4,37 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import datetime
+import errno
 import functools
 import gc
 import itertools
+import json
 import math
 import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import warnings
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset,
                               default_collate, get_worker_info)
 
 import ptspeed
+import ptspeed_ddp
 from ptspeed import (Amp, Shuffle, accumulate_step, amp_step, evaluate, find_batch_size,
                      make_loader, mixed_precision, scale_lr, split_model, to_gpu, train_epoch,
                      usable_cpus, wrap_dataparallel)
@@ -828,3 +841,659 @@ def test_a_model_over_two_gpus_equals_the_whole_one(devices, chunks):
              SGD(model.parameters()))
     oracle_step(oracle, (x, y), mse, SGD(oracle.parameters()))
     assert close(stages.cpu(), oracle)
+
+
+# ==================================================================================================
+# Part II: the job
+# ==================================================================================================
+
+KEYS = ("device torch data model params batch_size accum world global_batch lr amp workers epochs"
+        " loss accuracy samples_per_s wait peak_memory_mb skipped_steps seconds").split()
+TINY = ["--data", "test_ptspeed:tiny_data", "--model", "test_ptspeed:tiny_model",
+        "--batch-size", "8", "--epochs", "3"]
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def tiny_data():
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    return TensorDataset(x[:45], y[:45]), TensorDataset(x[45:], y[45:])
+
+
+def tiny_model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Augments at random, with each of the three generators that data sets use."""
+    classes = "ab"
+
+    def __init__(self, n):
+        self.data = Subset(tiny_data()[0], range(n))
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        import numpy
+        x, y = self.data[i]
+        return x + torch.rand(()) / 9 + random.random() / 9 + float(numpy.random.rand()) / 9, y
+
+
+def noisy_data():
+    return Noisy(45), Noisy(10)
+
+
+def nine_samples():
+    x, y = tiny_data()[0].tensors
+    return TensorDataset(x[:9], y[:9]), TensorDataset(x[9:18], y[9:18])
+
+
+def norm_model():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+
+
+def infinite_data():
+    train, test = tiny_data()
+    train.tensors[0][:] = math.inf
+    return train, test
+
+
+def image_data():
+    x = torch.randint(256, (24, 1, 32, 32), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x.byte(), torch.arange(24) % 3)
+    return data, data
+
+
+def returns_nothing():
+    return None
+
+
+def write_idx(path, data):
+    """A tensor as a file of MNIST's format."""
+    shape = b"".join(n.to_bytes(4, "big") for n in data.shape)
+    path.write_bytes(bytes([0, 0, 8, data.dim()]) + shape + bytes(data.flatten().tolist()))
+
+
+@pytest.fixture
+def small_mnist(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, n in (("train", 24), ("t10k", 8)):
+        write_idx(raw / f"{part}-images-idx3-ubyte", torch.randint(256, (n, 28, 28)))
+        write_idx(raw / f"{part}-labels-idx1-ubyte", torch.arange(n) % 10)
+    return raw
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refused(self):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.mnist.MNIST.download", refused)
+
+
+@pytest.fixture
+def job(capsys):
+    """Runs the job in this process: (exit status, lines on standard output, lines on error)."""
+    def run(*flags, main=ptspeed.main):
+        try:
+            status = main([str(flag) for flag in flags])
+        except SystemExit as end:
+            status = end.code
+        out = capsys.readouterr()
+        return status, out.out.splitlines(), out.err.splitlines()
+    return run
+
+
+def test_importing_prints_nothing_warns_of_nothing_and_leaves_torchvision_out():
+    code = "import ptspeed, sys; sys.exit('torchvision' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=HERE,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "ptspeed" not in done.stderr
+
+
+@each("flags, amp", [([], None), (["--amp"], "bf16")])
+def test_the_job_learns_and_its_summary_has_every_key(job, flags, amp):  # A5
+    status, out, err = job("--data", "synthetic", "--epochs", 1, "--accum", 4, "--json", *flags)
+    summary = json.loads(out[-1])
+    assert (status, err, sorted(summary)) == (0, [], sorted(KEYS))
+    assert summary["accuracy"] >= 0.9 and summary["amp"] == amp and summary["data"] == "synthetic"
+    assert (summary["global_batch"], summary["lr"], summary["params"]) == (256, 0.2, 33658)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(job):
+    losses = [json.loads(job(*TINY, "--json", "--seed", seed)[1][-1])["loss"] for seed in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_without_mnist_and_network_auto_says_so_and_mnist_is_an_error(
+        job, tmp_path, no_network):  # L8
+    status, out, err = job("--root", tmp_path, "--epochs", 1, "--json")
+    assert (status, err, json.loads(out[-1])["data"]) == (0, [], "synthetic")
+    assert "no MNIST" in out[0] and "synthetic" in out[0]
+    status, out, err = job("--root", tmp_path, "--data", "mnist")
+    assert (status, out, len(err)) == (2, [], 1) and "MNIST" in err[0]
+
+
+def test_mnist_files_are_read_as_torchvision_reads_them(job, small_mnist):
+    from torchvision.datasets import MNIST
+    root = small_mnist.parents[1]
+    train = ptspeed.mnist(root).train.tensors
+    assert torch.equal(train[0], MNIST(root).data) and torch.equal(train[1], MNIST(root).targets)
+    assert json.loads(job("--root", root, "--epochs", 1, "--json")[1][-1])["data"] == "mnist"
+
+
+@each("damage", [lambda b: b[:-1], lambda b: b[:3], lambda b: b"", lambda b: b + b"x",
+                 lambda b: b"<html>not found</html>", lambda b: bytes(len(b)),
+                 lambda b: b[:-1] + b"\xff"])
+@each("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"])
+def test_a_damaged_mnist_file_is_named_in_one_line(job, small_mnist, damage, name):  # L7
+    file = small_mnist / name
+    damaged = damage(file.read_bytes())
+    file.write_bytes(damaged)
+    status, out, err = job("--root", small_mnist.parents[1], "--epochs", 1)
+    if "images" in name and damaged.endswith(b"\xff") and len(damaged) > 100:
+        assert status == 0  # a white pixel is no damage
+    else:
+        assert (status, len(err)) == (2, 1) and str(file) in err[0] and "delete" in err[0]
+
+
+@each("flags", [
+    "--epochs 0", "--epochs x", "--epochs 1.5", "--batch-size 0", "--batch-size -1",
+    "--batch-size big", "--accum 0", "--workers -1", "--lr nan", "--lr inf", "--lr -1", "--lr x",
+    "--seed -1", "--amp int8", "--device tpu9", "--device cuda:99", "--device meta", "--nonsense",
+    "--parallel some", "--model nonsense", "--model nothing:here", "--model test_ptspeed:absent",
+    "--model test_ptspeed:returns_nothing", "--model test_ptspeed:image_data", "--data nonsense",
+    "--data nothing:here", "--data test_ptspeed:returns_nothing", "--data :", "--model :",
+    "--model alexnet", "--model cnn --data test_ptspeed:tiny_data", "--checkpoint /nowhere/file",
+    "--parallel split --model resnet18"])
+def test_bad_input_is_one_line_and_exit_status_2(job, flags):
+    status, out, err = job("--data", "synthetic", *flags.split())
+    assert (status, len(err)) == (2, 1), err
+    assert err[0].startswith("ptspeed.py: ") and "Traceback" not in err[0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(job):  # A3
+    status, out, err = job(*TINY, "--data", "test_ptspeed:infinite_data")
+    assert (status, len(err)) == (1, 1) and "step 1" in err[0] and "try" in err[0]
+
+
+@each("error, status, word", [
+    (KeyboardInterrupt(), 130, "interrupted"), (torch.OutOfMemoryError("x"), 1, "--batch-size"),
+    (RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed."), 1, "memory"),
+    (RuntimeError("DataLoader worker (pid 1) is killed by signal: Bus error. shm"), 1, "/dev/shm"),
+    (OSError(errno.EMFILE, "Too many open files"), 1, "ulimit")])
+def test_what_ends_a_run_is_told_in_one_line(job, monkeypatch, error, status, word):
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(ptspeed, "train_epoch", fails)
+    ended, out, err = job(*TINY)
+    assert (ended, len(err)) == (status, 1) and word in err[0]
+
+
+def test_a_lone_last_sample_is_dropped_for_batchnorm_alone(job, monkeypatch):  # L4
+    seen, original = [], ptspeed.train_epoch
+    monkeypatch.setattr(ptspeed, "train_epoch", lambda *a, **k: seen.append(original(*a, **k))
+                        or seen[-1])
+    for model in ("norm_model", "tiny_model"):
+        status, out, err = job(*TINY, "--data", "test_ptspeed:nine_samples", "--epochs", 1,
+                               "--model", f"test_ptspeed:{model}", "--json")
+        assert status == 0 and json.loads(out[-1])["accuracy"] * 9 == pytest.approx(
+            round(json.loads(out[-1])["accuracy"] * 9))
+    assert [epoch.samples for epoch in seen] == [8, 9]
+
+
+@each("shape", [(2, 28, 28), (2, 1, 28, 28)])
+@each("channels", [1, 3])
+def test_images_cross_as_bytes_and_the_model_gets_them_normalised(shape, channels):
+    x = torch.randint(256, shape, dtype=torch.uint8)
+    model = ptspeed.Normalize(nn.Sequential(nn.Conv2d(channels, 1, 1), nn.Identity()))
+    model.model = nn.Identity()
+    expected = ((x.double() / 255 - 0.1307) / 0.3081).reshape(2, 1, 28, 28)
+    assert torch.allclose(model(x).double(), expected.expand(-1, channels, -1, -1), atol=1e-5)
+
+
+def test_a_torchvision_model_gets_the_right_classes_and_channels(job):
+    args = ptspeed.make_parser().parse_args(["--model", "resnet18"])
+    data = ptspeed._custom_data("test_ptspeed:image_data")
+    model = ptspeed.place_model(args, ptspeed.build_model(args, data), torch.device("cpu")).eval()
+    assert model(image_data()[0].tensors[0][:2]).shape == (2, 3)
+
+
+def test_a_split_model_trains_to_the_same_loss(job):
+    flags = ["--data", "synthetic", "--epochs", 1, "--batch-size", 512, "--json"]
+    whole, split = (json.loads(job(*flags, "--parallel", p)[1][-1]) for p in ("none", "split"))
+    assert whole["loss"] == pytest.approx(split["loss"], abs=1e-4)
+    assert whole["params"] == split["params"] == 33658
+
+
+def test_the_rate_warms_up_peaks_once_and_ends_near_0():
+    rates = [ptspeed.lr_factor(step, 100) for step in range(100)]
+    top = rates.index(1.0)
+    assert rates[:top + 1] == sorted(rates[:top + 1]) and rates[top:] == sorted(rates[top:])[::-1]
+    assert 0 < rates[0] <= 0.1 and 0 < rates[-1] < 0.02 and ptspeed.lr_factor(0, 1) == 1.0
+
+
+def test_a_batch_size_is_found_and_printed(job):
+    status, out, err = job(*TINY, "--batch-size", "auto", "--json")
+    assert status == 0 and 1 <= json.loads(out[-1])["batch_size"] <= 45
+    assert f"global batch {json.loads(out[-1])['batch_size']} x" in "".join(out)
+
+
+# ---- --compare -----------------------------------------------------------------------------------
+
+
+def test_a_gain_is_kept_a_cost_is_dropped_and_noise_is_called_noise():
+    def verdicts(gain):
+        rng = random.Random(0)
+        speed = functools.partial(rng.uniform, 0.95, 1.05)
+        return [ptspeed.judge([gain * speed() / speed() for _ in range(7)])[2] for _ in range(20)]
+
+    assert sum(v == "within noise" for v in verdicts(1)) >= 19
+    assert all(v.startswith("pays 1.") for v in verdicts(1.34))
+    assert all(v.startswith("costs ") for v in verdicts(0.7))
+
+
+def test_compare_ends_with_a_command_that_runs(job, monkeypatch):
+    monkeypatch.setattr(ptspeed, "Comparison", functools.partial(ptspeed.Comparison, seconds=0.02))
+    status, out, err = job(*TINY, "--compare")
+    assert status == 0 and any("workers" in row and row.startswith("2") for row in out)
+    assert [row[0] for row in out[2:-2]] == list("0123") + list("456788") + ["9", "+", "+"]
+    assert out[-2].startswith("python ptspeed.py ") and "torch " in out[-1]
+    assert job(*out[-2].split()[2:], "--epochs", 1)[0] == 0
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def same(a, b):
+    """Whether two nestings of tensors and values agree to the bit."""
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def interrupt_at(monkeypatch, name, call, error):
+    """Makes the n-th call of a function raise."""
+    owner, _, attribute = name.rpartition(".")
+    owner = sys.modules[owner]
+    calls, original = itertools.count(1), getattr(owner, attribute)
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == call:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, attribute, interrupted)
+
+
+@each("flags", [[], ["--data", "test_ptspeed:noisy_data", "--workers", "2"],
+                ["--data", "test_ptspeed:noisy_data", "--workers", "0"], ["--amp", "fp16"]])
+@each("where, call", [("ptspeed.train_epoch", 2), ("os.fsync", 2), ("os.replace", 3)])
+def test_a_run_that_was_stopped_anywhere_resumes_to_the_bit(job, tmp_path, flags, where, call):
+    files = tmp_path / "undisturbed", tmp_path / "stopped"
+    command = [*TINY, *flags, "--checkpoint"]
+    assert job(*command, files[0])[0] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, where, call, KeyboardInterrupt())
+        assert job(*command, files[1])[0] == 130
+    status, out, err = job(*command, files[1])
+    assert (status, err) == (0, [])
+    states = [torch.load(file, weights_only=True) for file in files]
+    assert same(*states) and states[0]["epoch"] == 3
+    assert sorted(os.listdir(tmp_path)) == ["stopped", "undisturbed"]
+    status, out, err = job(*command, files[1])
+    assert status == 0 and any("finished" in line for line in out)
+
+
+@each("where", ["os.fsync", "os.replace"])
+def test_a_save_that_fails_names_the_path_and_leaves_the_previous_file(
+        job, tmp_path, monkeypatch, where):  # K1
+    file = tmp_path / "file"
+    interrupt_at(monkeypatch, where, 2, OSError(errno.ENOSPC, "No space left on device"))
+    status, out, err = job(*TINY, "--checkpoint", file)
+    assert (status, len(err)) == (1, 1) and str(file) in err[0] and "No space" in err[0]
+    assert torch.load(file, weights_only=True)["epoch"] == 1 and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no file size limit to set")
+def test_a_disk_that_is_full_ends_the_run_and_leaves_the_previous_file(job, tmp_path):  # K1
+    import resource
+    file, command = tmp_path / "file", [sys.executable, "ptspeed.py", *TINY, "--checkpoint"]
+    assert job(*TINY, "--epochs", 1, "--checkpoint", file)[0] == 0
+    before = file.read_bytes()
+    done = subprocess.run([*command, file], cwd=HERE, capture_output=True, text=True, preexec_fn=(
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))))
+    assert done.returncode == 1 and str(file) in done.stderr and done.stderr.count("\n") == 1
+    assert file.read_bytes() == before and os.listdir(tmp_path) == ["file"]
+
+
+@each("damage", [lambda b: b"", lambda b: b[:-100], lambda b: b[:50], lambda b: b"hello\n",
+                 lambda b: pickle.dumps({"ptspeed": 1}), lambda b: b[:200] + bytes(99) + b[299:]])
+def test_a_damaged_checkpoint_is_named_and_left_alone(job, tmp_path, damage):  # K2
+    file = tmp_path / "file"
+    job(*TINY, "--epochs", 1, "--checkpoint", file)
+    file.write_bytes(damaged := damage(file.read_bytes()))
+    status, out, err = job(*TINY, "--checkpoint", file)
+    assert (status, len(err)) == (2, 1) and str(file) in err[0] and file.read_bytes() == damaged
+
+
+@each("place", ["absent/file", ""])
+def test_a_place_that_cannot_be_written_is_found_before_the_first_step(
+        job, tmp_path, monkeypatch, place):  # K3
+    monkeypatch.setattr(ptspeed, "train_epoch", None)
+    status, out, err = job(*TINY, "--checkpoint", tmp_path / place)
+    assert (status, len(err)) == (2, 1) and str(tmp_path) in err[0] and not os.listdir(tmp_path)
+
+
+def test_more_epochs_go_on_and_a_contradicting_flag_is_named_with_both_values(
+        job, tmp_path):  # K5
+    file = ["--checkpoint", tmp_path / "file"]
+    assert job(*TINY, *file)[0] == 0
+    status, out, err = job(*TINY, *file, "--epochs", 5)
+    assert status == 0 and [line[:9] for line in out if line.startswith("epoch")] == [
+        "epoch 4/5", "epoch 5/5"]
+    for flag, value in (("model", "test_ptspeed:norm_model"), ("data", "test_ptspeed:noisy_data")):
+        status, out, err = job(*TINY, *file, f"--{flag}", value)
+        old = dict(zip(TINY[::2], TINY[1::2]))[f"--{flag}"]
+        assert (status, len(err)) == (2, 1)
+        assert all(word in err[0] for word in (f"--{flag}", value, old))
+
+
+def test_a_found_batch_size_is_reused_when_the_run_goes_on(job, tmp_path, monkeypatch):
+    flags = [*TINY, "--batch-size", "auto", "--checkpoint", tmp_path / "file", "--json"]
+    first = json.loads(job(*flags)[1][-1])["batch_size"]
+    monkeypatch.setattr(ptspeed, "find_batch_size", None)
+    assert json.loads(job(*flags, "--epochs", 4)[1][-1])["batch_size"] == first
+
+
+# ==================================================================================================
+# Technique 9: ptspeed_ddp.py, on real gloo ranks
+# ==================================================================================================
+
+
+def in_rank(rank, port, folder):
+    """Runs every check on 3 ranks and on 2 of them; saves what it saw for the tests."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3,
+                            timeout=datetime.timedelta(seconds=20))
+    groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
+    for world, group in list(groups.items())[:1 + (rank < 2)]:
+        ddp = functools.partial(wrapped, group)
+        seen = {"weighted": [weighted_step(rank, ddp, compiled) for compiled in (False, True)],
+                "reduces": [count_reduces(ddp, group, compiled) for compiled in (False, True)],
+                "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+                "empty": nothing_anywhere(ddp), "buffers": trained_buffers(ddp, rank),
+                "evaluated": [evaluate_shard(ddp, rank, world, n) for n in (5, 1)],
+                "trained": train_shard(ddp, rank, world)}
+        torch.save(seen, os.path.join(folder, f"{world}.{rank}"))
+    dist.barrier()
+    dist.destroy_process_group()
+    del groups, group, ddp
+    gc.collect()
+
+
+def wrapped(group, model, compiled=False):
+    if compiled:
+        model.compile(backend="eager")  # in place and before the wrap, as the job does
+    return DistributedDataParallel(model, process_group=group)
+
+
+def targets_of(batch):
+    return int((batch[1] >= 0).sum())
+
+
+def masked_output(model, batch):
+    """The mean output over the targets that count: 0/0 where there is none."""
+    mask = (batch[1] >= 0).to(batch[0].dtype)
+    return (model(batch[0]).squeeze(1) * mask).sum() / mask.sum()
+
+
+def weighted_step(rank, ddp, compiled):
+    """Gradients of 1, 1, 1 on rank 0 and 9 on rank 1; none elsewhere, nor in one micro-batch."""
+    model = one_weight(0.0)
+    values = {0: [1.0, 1.0, 1.0], 1: [9.0]}.get(rank, [5.0, 5.0])
+    y = torch.full((len(values),), 1 if rank < 2 else -1)
+    batches = [(torch.tensor(values, dtype=torch.float64)[:, None], y)]
+    batches.insert(rank % 2, (torch.full((2, 1), 7.0, dtype=torch.float64), torch.tensor([-1, -1])))
+    result = accumulate_step(ddp(nn.Sequential(model), compiled), batches, masked_output,
+                             torch.optim.SGD(model.parameters(), lr=1.0), count=targets_of)
+    return -model.weight.item(), result.count, math.isfinite(result.loss)
+
+
+def nothing_anywhere(ddp):
+    model, x = mlp(), torch.ones(2, 3, dtype=torch.float64)
+    try:
+        accumulate_step(ddp(model), [(x, torch.tensor([-1, -1]))], masked_output,
+                        SGD(model.parameters()), count=targets_of)
+    except ValueError as error:
+        return str(error)
+
+
+def count_reduces(ddp, group, compiled):
+    """All-reduces of the gradients in windows of 3, 3 and 1 micro-batches, of ragged sizes."""
+    calls, model = [], ddp(mlp(), compiled)
+
+    def hook(state, bucket):
+        calls.append(bucket.index())
+        return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(
+            lambda future: future.value()[0] / dist.get_world_size(group))
+
+    model.register_comm_hook(None, hook)
+    train_epoch(model, micro_batches([4, 3, 2, 4, 1, 5, 2]), mse, SGD(model.parameters()), accum=3)
+    return len(calls)
+
+
+def evaluate_shard(ddp, rank, world, n):
+    torch.manual_seed(0)
+    model = ddp(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    data = TensorDataset(torch.arange(3.0 * n).view(n, 3).sin(), torch.arange(n) % 4)
+    return evaluate(model, make_loader(data, 2, sampler=range(rank, n, world)))
+
+
+def trained_buffers(ddp, rank):
+    """BatchNorm's statistics after ranks trained on different data and then evaluated."""
+    model = ddp(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(rank)), torch.arange(6) % 2
+    train_epoch(model, [(x, y)], cross_entropy, SGD(model.parameters()))
+    evaluate(model, [(x, y)])
+    return model.module[0].running_mean
+
+
+NINE = TensorDataset(torch.randn(10, 3, dtype=torch.float64,
+                                 generator=torch.Generator().manual_seed(1)),
+                     torch.randn(10, 1, dtype=torch.float64,
+                                 generator=torch.Generator().manual_seed(2)))
+
+
+def train_shard(ddp, rank, world):
+    """Three epochs of 10 samples in batches of 2."""
+    torch.manual_seed(0)
+    model = ddp(mlp())
+    optimizer, loader = SGD(model.parameters()), make_loader(
+        NINE, 2, sampler=Shuffle(NINE, world, rank, seed=5))
+    losses = [train_epoch(model, loader, mse, optimizer, accum=2).loss for _ in range(3)]
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of 2 and of 3 ranks saw, in one spawn."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(in_rank, (store.port, folder), nprocs=3)
+    return {n: [torch.load(os.path.join(folder, f"{n}.{rank}")) for rank in range(n)]
+            for n in (2, 3)}
+
+
+@each("world", [2, 3])
+def test_ranks_with_unequal_targets_give_the_gradient_of_the_mean_over_all(ranks, world):  # D1 D10
+    for rank, seen in enumerate(ranks[world]):
+        for gradient, count, finite in seen["weighted"]:
+            assert gradient == pytest.approx(3.0, abs=1e-12) and finite
+            assert count == (3, 1, 0)[rank]
+        assert "no target" in seen["empty"]
+
+
+@each("world", [2, 3])
+def test_each_window_has_one_gradient_all_reduce(ranks, world):  # D2 D10
+    assert all(seen["reduces"] == [3, 3] for seen in ranks[world])
+
+
+def test_a_model_compiled_in_place_under_ddp_makes_a_bounded_number_of_graphs(ranks):  # D10
+    assert all(1 <= seen["graphs"] <= 8 for seen in ranks[2])
+
+
+@each("n", [5, 1])
+def test_evaluation_on_ranks_is_that_of_one_process_without_padding(ranks, n):  # D3
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    x, y = torch.arange(3.0 * n).view(n, 3).sin(), torch.arange(n) % 4
+    loss, accuracy, count = evaluate(model, [(x, y)])
+    for seen in (*ranks[2], *ranks[3]):
+        assert seen["evaluated"][n == 1] == (pytest.approx(loss), accuracy, n) and count == n
+
+
+def test_evaluating_makes_the_buffers_of_all_ranks_agree(ranks):
+    for seen in ranks.values():
+        assert all(torch.equal(s["buffers"], seen[0]["buffers"]) for s in seen)
+        assert seen[0]["buffers"].abs().sum() > 0
+
+
+@each("world", [1, 2, 3])
+def test_n_ranks_train_as_one_process_on_the_global_batch(ranks, world):  # D9
+    torch.manual_seed(0)
+    model, order = mlp(), Shuffle(NINE, seed=5)
+    optimizer, losses = SGD(model.parameters()), []
+    for _ in range(3):
+        loader = make_loader(NINE, 2 * world, sampler=list(order)[:10 - 10 % world])
+        losses.append(train_epoch(model, loader, mse, optimizer, accum=2).loss)
+    for seen in ranks.get(world, []):
+        assert seen["trained"][0] == pytest.approx(losses, abs=1e-6)
+        assert all(map(close, seen["trained"][1], model.parameters()))
+
+
+def ddp_job(*flags, start=(sys.executable,), env=(), **popen):
+    """Starts ptspeed_ddp.py on the tiny job."""
+    return subprocess.Popen([*start, "ptspeed_ddp.py", *TINY, *map(str, flags)], cwd=HERE,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}, **popen)
+
+
+def finish(process):
+    """Its exit status and output; the ranks hold its pipes too, so that none is left then."""
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.splitlines(), err
+
+
+class Faulty(torch.utils.data.Dataset):
+    """Fails in rank 1 as the environment says, once training has begun."""
+    classes = "ab"
+
+    def __len__(self):
+        return 45
+
+    def __getitem__(self, i):
+        if dist.is_initialized():
+            if dist.get_rank() == 1:
+                {"raises": raises, "killed": killed, "leaves": sys.exit, "exits": exits,
+                 "interrupted": interrupted, "waits": waits}[os.environ["FAULT"]]()
+        return tiny_data()[0][i]
+
+
+def raises():
+    raise ValueError("the fault")
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exits():
+    os._exit(0)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def waits():
+    print("waiting", flush=True)
+    threading.Event().wait(60)
+
+
+def faulty_data():
+    return Faulty(), tiny_data()[1]
+
+
+@each("fault, word", [("raises", "ValueError: the fault"), ("killed", "SIGKILL"),
+                      ("leaves", "left early"), ("exits", "left early"),
+                      ("interrupted", "left early")])
+def test_a_rank_that_fails_ends_the_job_and_is_named(job, monkeypatch, fault, word):  # D5
+    monkeypatch.setenv("FAULT", fault)
+    status, out, err = job(*TINY, "--world", 2, "--data", "test_ptspeed:faulty_data",
+                           "--workers", 0, main=ptspeed_ddp.main)
+    assert status == 1 and "rank 1" in err[-1] and not any("rank 0" in line for line in err)
+    assert any(word in line for line in err) and not mp.active_children()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no such signals")
+@each("sent, ignored, status", [(signal.SIGINT, False, 130), (signal.SIGTERM, True, -15),
+                                (signal.SIGKILL, True, -9)])
+def test_nothing_is_left_when_the_parent_is_stopped(sent, ignored, status):
+    process = ddp_job("--world", 2, "--data", "test_ptspeed:faulty_data", "--workers", 0,
+                      env={"FAULT": "waits"}, preexec_fn=lambda: signal.signal(  # as scripts do
+                          signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler))
+    assert "waiting\n" in process.stdout
+    process.send_signal(sent)
+    ended, out, err = finish(process)
+    assert ended == status and err.count("\n") == (sent == signal.SIGINT), err
+
+
+def test_two_jobs_at_once_finish_and_files_move_between_worlds(job, tmp_path):  # D4 K4
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):
+            taken.bind(("127.0.0.1", 29500))
+        file = tmp_path / "file"
+        one = ddp_job("--world", 2, "--checkpoint", file, "--epochs", 2, "--batch-size", 4)
+        two = ddp_job("--world", 2, "--json")
+        results = [finish(process) for process in (one, two)]
+    assert [(status, err) for status, out, err in results] == [(0, "")] * 2
+    summary = json.loads(results[1][1][-1])
+    assert (summary["world"], summary["global_batch"]) == (2, 16)
+    status, out, err = job(*TINY, "--checkpoint", file, "--json")  # epoch 3 of 3 in one process
+    assert (status, err) == (0, []) and sum(line.startswith("epoch") for line in out) == 1
+    status, out, err = finish(ddp_job("--world", 1, "--checkpoint", file, "--epochs", 4, "--json"))
+    assert status == 0 and json.loads(out[-1])["world"] == 1
+
+
+def test_torchrun_starts_the_ranks_and_its_world_wins():  # D8
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    status, out, err = finish(ddp_job("--json", start=start))
+    assert status == 0 and json.loads(out[-1])["world"] == 2
+
+
+def test_another_world_than_torchruns_is_an_error(job, monkeypatch):  # D8
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, out, err = job(*TINY, "--world", 4, main=ptspeed_ddp.main)
+    assert (status, len(err)) == (2, 1) and "4" in err[0] and "2" in err[0]
+
+
+@each("flags, gpus, words", [
+    ("--world 8", 1, ["8", "1", "--world 1", "--device cpu"]), ("--world 0", 0, ["--world"]),
+    ("--world x", 0, ["--world"]), ("--backend nccl", 0, ["gloo"]), ("--compare", 0, ["--compare"]),
+    ("--backend nccl --device cpu", 4, ["gloo"]), ("--parallel dp", 0, ["--parallel"]),
+    ("--device cuda", 0, ["cuda"]), ("--device cuda:1", 2, ["cuda:1"]),
+    ("--model test_ptspeed:absent", 0, ["absent"]), ("--checkpoint /nowhere/file", 0, ["/nowhere"])])
+def test_what_ranks_cannot_do_is_one_line_before_any_starts(
+        job, monkeypatch, flags, gpus, words):  # D6 D7
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(ptspeed_ddp.mp, "spawn", None)
+    status, out, err = job(*TINY, *flags.split(), main=ptspeed_ddp.main)
+    assert (status, len(err)) == (2, 1) and all(word in err[0] for word in words)
+    assert err[0].startswith("ptspeed_ddp.py: ")
