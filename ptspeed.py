@@ -21,8 +21,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import difflib
-import errno
 import functools
 import gc
 import io
@@ -49,8 +47,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import (DataLoader, Dataset, DistributedSampler,
-                              IterableDataset, Subset, TensorDataset, default_collate)
+from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset,
+                              RandomSampler, Subset, TensorDataset, default_collate)
 
 __version__ = "0.1.0"
 
@@ -64,16 +62,18 @@ def pick_device(device=None):
 
     Raises: ValueError when it is unknown or absent.
     """
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"unknown device {device!r}: try cpu or cuda:0") from None
+    if device is not None and device.type in ("cpu", "meta"):
+        return device
     here = torch.accelerator.is_available()  # current_accelerator() alone names absent ones
     accelerator = torch.accelerator.current_accelerator() if here else torch.device("cpu")
     if device is None:
         return accelerator
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"unknown device {device!r}: try cpu or cuda:0") from None
     n = torch.accelerator.device_count() if device.type == accelerator.type else 0
-    if device.type not in ("cpu", "meta") and (device.index or 0) >= n:
+    if (device.index or 0) >= n:
         raise ValueError(f"no device {device} here, but {n} of its kind: try {accelerator}")
     return device
 
@@ -97,7 +97,7 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
         device: where the batches will go (None: see pick_device); seed: of shuffle and workers;
         kwargs: any option of DataLoader. Those that only workers need are dropped without workers.
     Returns: a DataLoader, in the same order for any number of workers, another in each epoch.
-    Raises: ValueError when no batch would come out, or when options contradict each other.
+    Raises: ValueError when drop_last would leave no batch, or when options contradict each other.
     Limits: an IterableDataset gets at most 1 worker, as each worker would yield all of it; pass
         a `worker_init_fn` to say that you shard it yourself. Datasets that already yield tensors
         on the GPU need pin_memory=False.
@@ -120,11 +120,12 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
             kwargs.pop(option, None)
     pinnable = pick_device(device).type in ("cuda", "xpu") and all(t.is_cpu for t in tensors)
     kwargs["pin_memory"] = bool(kwargs.get("pin_memory", True)) and pinnable
+    if shuffle:  # a generator of the caller's is asked, as DataLoader would
+        sampler = (RandomSampler(dataset, generator=kwargs["generator"]) if "generator" in kwargs
+                   else Shuffle(dataset, seed=seed))
     kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
     if kwargs.get("batch_sampler") is not None:
         return _Loader(dataset, num_workers=num_workers, **kwargs)
-    if shuffle:
-        sampler = Shuffle(dataset, seed=seed)
     order = dataset if sampler is None else sampler
     if kwargs.get("drop_last") and batch_size and hasattr(order, "__len__"):
         n = len(order)
@@ -132,7 +133,7 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
             raise ValueError(f"{n} samples with batch_size {batch_size} and drop_last make no"
                              " batch at all: lower batch_size or leave drop_last out")
     if tensors and kwargs.get("collate_fn") is None:
-        dataset, kwargs["collate_fn"] = _WholeBatches(dataset), _as_it_is
+        dataset, kwargs["collate_fn"] = _WholeBatches(dataset, range(len(dataset))), _as_it_is
     return _Loader(dataset, batch_size, sampler=sampler, num_workers=num_workers, **kwargs)
 
 
@@ -163,24 +164,14 @@ class _Loader(DataLoader):
         """No warning: usable_cpus() counts better, and --compare tries more workers on purpose."""
 
 
-class _WholeBatches(Dataset):
-    """Fetches a whole batch of a TensorDataset with one indexing operation per tensor."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        return self.dataset[index]
+class _WholeBatches(Subset):
+    """Fetches a whole batch of tensors in memory with one indexing operation per tensor."""
 
     def __getitems__(self, indices):  # DataLoader's fetcher asks for this one first
         dataset = self.dataset
         while type(dataset) is Subset:
             dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
-        index = torch.as_tensor(indices)  # once, and a list of tensors would index dimensions
-        return dataset[index]
+        return dataset[torch.as_tensor(indices)]  # a list of tensors would index dimensions
 
 
 def _as_it_is(batch):
@@ -435,13 +426,14 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
     window = _WindowTargets(model, sum(counts))
     # A micro-batch without targets has the mean 0/0: it is left out, so it cannot poison the rest.
     todo = [pair for pair in zip(batches, counts) if pair[1]] or [(batches[-1], 0)]
-    loss = 0.0
+    loss, device = 0.0, _device_of(model)
     try:
         for i, (batch, n) in enumerate(todo, 1):
-            with contextlib.nullcontext() if i == len(todo) else _no_sync(model):
-                part = _forward_backward(model, batch, loss_fn, amp, n, window)
-            loss = loss + part * (n / max(1, window.local))
-        return StepResult(loss, window.local, *_update(optimizer, amp, max_norm))
+            with _no_sync(model, i < len(todo)):
+                loss = loss + _forward_backward(model, to_gpu(batch, device), loss_fn, amp, n,
+                                                window)
+        loss = loss / window.share(window.local) if window.local else loss  # of this rank alone
+        return StepResult(loss.float(), window.local, *_update(optimizer, amp, max_norm))
     finally:
         optimizer.zero_grad()  # after an error too, so that nothing leaks into the next window
 
@@ -488,21 +480,21 @@ class _WindowTargets:
         return n * self.world / self.sum()
 
 
-def _no_sync(model):
-    """Keeps DDP from all-reducing yet; does nothing for any other model."""
+def _no_sync(model, yet):
+    """Keeps DDP from all-reducing as long as more is to come."""
     ddp = isinstance(model, DistributedDataParallel)
-    return model.no_sync() if ddp else contextlib.nullcontext()
+    return model.no_sync() if ddp and yet else contextlib.nullcontext()
 
 
 def _forward_backward(model, batch, loss_fn, amp, n, window):
-    """Adds the gradient of a batch of n targets, at its weight; returns its mean loss, detached."""
+    """Adds the gradient of a batch of n targets, at its weight; returns its loss so weighted."""
     with amp.autocast:
-        loss = loss_fn(model, to_gpu(batch, _device_of(model)))
+        loss = loss_fn(model, batch)
     if n == 0:  # only under DDP: others wait for this rank's gradient, a true zero and not 0 * nan
         loss = sum(p.flatten()[:0].sum() for p in model.parameters() if p.requires_grad)
-    loss = _at_least_float32(loss)
-    amp.scaler.scale(loss * window.share(n)).backward()
-    return loss.detach().float()
+    loss = _at_least_float32(loss) * window.share(n)
+    amp.scaler.scale(loss).backward()
+    return loss.detach()
 
 
 def _at_least_float32(x):
@@ -529,8 +521,8 @@ def _update(optimizer, amp, max_norm):
     after = scaler.get_scale()
     if after < min(scale, 1e-4):
         raise FloatingPointError(f"the loss scale fell to {after:.1g} and gradients are still not"
-                                 " finite: the loss itself is not. Try a lower learning rate or bf16")
-    return after >= scale, grad_norm  # a fused optimizer runs even when it skips, so no hook on it
+                                 " finite: the loss is not. Try a lower learning rate or bfloat16")
+    return after >= scale, grad_norm  # not by a hook: fused optimizers run even when they skip
 
 
 class EpochResult(NamedTuple):
@@ -566,9 +558,12 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
         window = list(itertools.islice(batches, accum))
         waited += time.perf_counter() - asked
         if window:
-            with _naming_step(meter.steps + len(meter.pending) + 1):
+            try:
                 step = accumulate_step(model, window, loss_fn, optimizer, amp, max_norm=max_norm,
                                        count=count)
+            except FloatingPointError as error:
+                number = meter.steps + len(meter.pending) + 1
+                raise FloatingPointError(f"step {number}: {error}") from error
             if step.stepped and scheduler is not None:
                 scheduler.step()
             meter.add(step)
@@ -584,14 +579,6 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
     seconds = time.perf_counter() - start
     return EpochResult(meter.mean(), meter.samples, meter.steps, meter.skipped, seconds,
                        waited / seconds)
-
-
-@contextlib.contextmanager
-def _naming_step(step):
-    try:
-        yield
-    except FloatingPointError as error:
-        raise FloatingPointError(f"step {step}: {error}") from None
 
 
 class _Meter:
@@ -705,7 +692,8 @@ def split_model(stages, devices, *, chunks=1):
     Returns: an nn.Module that takes the first stage's input and returns the last stage's output,
         on the last device.
     Raises: ValueError for lengths that differ, absent devices, and weights tied over devices.
-    Limits: BatchNorm sees chunks. A loss must move its targets to the output's device.
+    Limits: with chunks > 1 BatchNorm sees chunks, and the batch is the first dimension of every
+        tensor that goes in or comes out. A loss must move its targets to the output's device.
     Source: Huang et al. 2018, arXiv 1811.06965 (GPipe).
     """
     if len(stages) != len(devices) or not stages or chunks < 1:
@@ -715,9 +703,10 @@ def split_model(stages, devices, *, chunks=1):
     groups = [[pick_device(d) for d in group] for group in groups]
     owner = {}
     for stage, group in zip(stages, groups):
+        place = group[0].type, group[0].index or 0
         for name, tensor in itertools.chain(stage.named_parameters(), stage.named_buffers()):
-            if owner.setdefault(tensor, group[0]) != group[0]:
-                raise ValueError(f"{name} is tied between stages on {owner[tensor]} and {group[0]}:"
+            if owner.setdefault(tensor, place) != place:
+                raise ValueError(f"{name} is tied between stages on {owner[tensor]} and {place}:"
                                  " put both on one device")
     for stage, group in zip(stages, groups):
         stage.to(group[0])
@@ -745,6 +734,8 @@ def _chunk(x, chunks):
     """Cuts every tensor in a nesting along its first dimension: a list of such nestings."""
     lengths = []
     _map(lambda t: lengths.append(len(t)) if _has_batch(t) else NotImplemented, x)
+    if chunks > 1 and len(set(lengths)) > 1:
+        raise ValueError(f"cannot cut tensors of different first dimensions {lengths} in chunks")
     n = max(1, min([chunks, *lengths]))
     return [_map(lambda t: t.tensor_split(n)[i] if _has_batch(t) else NotImplemented, x)
             for i in range(n)] if n > 1 else [x]
@@ -771,76 +762,11 @@ class RunFailed(Exception):
     """A run that cannot go on: told in one line, exit status 1."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):  # without the usage text
-        raise BadInput(message)
-
-
-def number(kind, low):
-    """An argparse type: a finite int or float of at least `low`."""
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value < 2**31:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} on"
-                                             f"{' (whole)' if kind is int else ''}")
-        return value
-    return parse
-
-
-def _device(text):
-    try:
-        if pick_device(text).type == "meta":
-            raise ValueError("meta tensors hold no numbers to train on: try cpu")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(error)
-    return text
-
-
-def _batch_size(text):
-    return text if text == "auto" else number(int, 1)(text)
-
-
-def make_parser(prog="ptspeed.py"):
-    """The flags that both programs share."""
-    p = _Parser(prog=prog, description="Train a classifier fast, and exactly.")
-    add, whole = p.add_argument, number(int, 1)
-    add("--data", default="auto", help="auto, mnist, synthetic or package.module:function that"
-        " returns (train_set, test_set) (default: auto)")
-    add("--root", default="data", help="folder of MNIST, torchvision's layout (default: data)")
-    add("--model", default="cnn", help="cnn, a name of torchvision.models, or"
-        " package.module:function (default: cnn)")
-    add("--epochs", type=whole, default=5, help="passes over the training set (default: 5)")
-    add("--batch-size", type=_batch_size, default=64, metavar="N|auto", help="samples per device"
-        " and micro-batch, or the size where speed stops rising (default: 64)")
-    add("--accum", type=whole, default=1, help="micro-batches per optimizer step (default: 1)")
-    add("--amp", nargs="?", const="auto", choices=DTYPES, help="mixed precision; alone: the"
-        " better one for the device (default: off)")
-    add("--workers", type=number(int, 0), help="loader processes (default: 0 for data in memory,"
-        " else the usable CPUs)")
-    add("--lr", type=number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
-        " the global batch (default: 0.2)")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--device", type=_device, help="such as cpu or cuda:1 (default: the accelerator that is here, or cpu)")
-    add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation"
-        " (default: 0)")
-    add("--checkpoint", metavar="FILE", help="resume from FILE if it exists, write it after each"
-        " epoch")
-    add("--json", action="store_true", help="the summary as one JSON object on the last line")
-    p.set_defaults(parallel="none", whole_batches=True, channels_last=True, fused=True)
-    return p
-
-
-DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @contextlib.contextmanager
 def told_in_one_line(prog, quiet=False):
     """Turns an error that users can understand into one line and an exit status.
 
-    quiet: not the line, for what all ranks of a job say alike.
+    quiet: without the line, for what all ranks of a job say alike.
     """
     try:
         yield
@@ -867,13 +793,88 @@ def _remedy(error):
     text = str(error)
     if is_out_of_memory(error):
         return "out of memory: lower --batch-size and raise --accum by as much, or use --amp"
-    if "Too many open files" in text or getattr(error, "errno", None) == errno.EMFILE:
+    if "Too many open files" in text:
         return "too many open files: raise the limit (ulimit -n 4096) or lower --workers"
-    if "shared memory" in text or "shm" in text or "Bus error" in text:
+    if any(sign in text for sign in ("shared memory", "shm", "Bus error")):
         return "a loader worker ran out of shared memory: enlarge /dev/shm or use --workers 0"
     if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed" in text):
         return f"{text.splitlines()[0]} Often the host's memory ended: lower --workers"
     return None
+
+
+def _one_line(error):
+    return " ".join(f"{type(error).__name__} {error}".split())[:200]
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):  # without the usage text
+        raise BadInput(message)
+
+
+def number(kind, low):
+    """An argparse type: a finite int or float of at least `low`."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < 2**31:
+            whole = "whole " * (kind is int)
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number from {low} on")
+        return value
+    return parse
+
+
+def _batch_size(text):
+    return text if text == "auto" else number(int, 1)(text)
+
+
+def _device(text):
+    try:
+        if pick_device(text).type == "meta":
+            raise ValueError("meta tensors hold no numbers to train on: try cpu")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error)
+    return text
+
+
+def make_parser(prog="ptspeed.py"):
+    """The flags that both programs share."""
+    p = _Parser(prog=prog, description="Train a classifier fast, and exactly.")
+    add = p.add_argument
+    add("--data", default="auto", help="auto, mnist, synthetic or package.module:function that"
+        " returns (train_set, test_set) (default: auto)")
+    add("--root", default="data", help="folder of MNIST in torchvision's layout (default: data)")
+    add("--model", default="cnn", help="cnn, a name of torchvision.models, or"
+        " package.module:function (default: cnn)")
+    add("--epochs", type=number(int, 1), default=5, help="passes over the data (default: 5)")
+    add("--batch-size", type=_batch_size, default=64, metavar="N|auto", help="samples per device"
+        " and micro-batch, or the size where speed stops rising (default: 64)")
+    add("--accum", type=number(int, 1), default=1, help="micro-batches per step (default: 1)")
+    add("--amp", nargs="?", const="auto", choices=DTYPES, help="mixed precision; alone: the"
+        " better one for the device (default: off)")
+    add("--workers", type=number(int, 0), help="loader processes (default: 0 for data in memory,"
+        " else the usable CPUs)")
+    add("--lr", type=number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
+        " the global batch (default: 0.2)")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--device", type=_device, help="such as cpu or cuda:1 (default: the accelerator, or cpu)")
+    add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation"
+        " (default: 0)")
+    add("--checkpoint", metavar="FILE", help="resume from FILE, write it after each epoch")
+    add("--json", action="store_true", help="the summary as one JSON object on the last line")
+    p.set_defaults(parallel="none", whole_batches=True, channels_last=True, fused=True)
+    return p
+
+
+def changed(args, **flags):
+    """The same flags but for some: a variant of the job."""
+    return argparse.Namespace(**{**vars(args), **flags})
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -887,26 +888,26 @@ class Data(NamedTuple):
     classes: Optional[int]  # None: unknown
 
 
-def load_data(args, say=print):
+def load_data(args):
     """The data that --data names."""
     if args.data == "synthetic":
         return synthetic()
     if args.data not in ("auto", "mnist"):
-        return _custom_data(args.data)
+        return custom_data(args.data)
     try:
         return mnist(args.root)
     except FileNotFoundError as error:
+        message = f"no MNIST under {args.root}, and it cannot be downloaded: {error}"
         if args.data == "mnist":
-            raise BadInput(f"no MNIST under {args.root}, and it cannot be downloaded: {error}")
-        say(f"no MNIST under {args.root}, and it cannot be downloaded: {error}; going on with the"
-            " synthetic set, whose accuracy is not MNIST's")
+            raise BadInput(message)
+        print(f"{message}; going on with the synthetic set, whose accuracy is not MNIST's")
         return synthetic()
 
 
 def mnist(root):
     """MNIST from torchvision's files under root, downloaded when they are absent.
 
-    Raises: FileNotFoundError when it cannot be had, BadInput for damaged files.
+    Raises: FileNotFoundError when it cannot be had, BadInput for a damaged file.
     """
     from torchvision.datasets.mnist import MNIST, read_sn3_pascalvincent_tensor
     files = [Path(root, "MNIST", "raw", f"{part}-{kind}-ubyte") for part in ("train", "t10k")
@@ -933,26 +934,20 @@ def mnist(root):
         except Exception as error:
             raise BadInput(f"{file} is damaged ({_one_line(error)}): delete it, and the next run"
                            " will fetch it again")
-        tensors.append(tensor)
-    tensors[1], tensors[3] = tensors[1].long(), tensors[3].long()
+        tensors.append(tensor if "images" in file.name else tensor.long())
     return Data("mnist", TensorDataset(*tensors[:2]), TensorDataset(*tensors[2:]), 10)
-
-
-def _one_line(error):
-    return " ".join(f"{type(error).__name__} {error}".split())[:200]
 
 
 def synthetic(n_train=20_000, n_test=4_000):
     """Ten blurred patterns under noise: uint8 [N, 28, 28] images that a model can learn."""
     g = torch.Generator().manual_seed(0)
     patterns = F.interpolate(torch.rand(10, 1, 7, 7, generator=g), size=28, mode="bilinear")[:, 0]
-
-    def make(n):
+    sets = []
+    for n in (n_train, n_test):
         y = torch.randint(10, (n,), generator=g)
         x = patterns[y] + 0.5 * torch.randn(n, 28, 28, generator=g)
-        return TensorDataset(x.clamp_(0, 1).mul_(255).byte(), y)
-
-    return Data("synthetic", make(n_train), make(n_test), 10)
+        sets.append(TensorDataset(x.clamp_(0, 1).mul_(255).byte(), y))
+    return Data("synthetic", *sets, 10)
 
 
 def _call(flag, spec):
@@ -964,7 +959,7 @@ def _call(flag, spec):
         raise BadInput(f"{flag} {spec}: {_one_line(error)}")
 
 
-def _custom_data(spec):
+def custom_data(spec):
     """The data of --data package.module:function."""
     if ":" not in spec:
         raise BadInput(f"--data {spec}: not auto, mnist, synthetic or package.module:function")
@@ -981,7 +976,7 @@ def _custom_data(spec):
 
 
 def _count_classes(dataset):
-    """From `classes` or the targets that a data set keeps; None when it has neither."""
+    """From the `classes` or targets that a data set keeps; None when it keeps neither."""
     while hasattr(dataset, "dataset"):  # Subset
         dataset = dataset.dataset
     if hasattr(dataset, "classes"):
@@ -1010,11 +1005,9 @@ def build_model(args, data):
             raise BadInput(f"--model {args.model} returned a {type(model).__name__}, no nn.Module")
         return model
     from torchvision import models
-    names = ["cnn", *models.list_models(module=models)]
-    if args.model not in names:
-        near = difflib.get_close_matches(args.model, names) or ["resnet18"]
-        raise BadInput(f"--model {args.model}: neither a classifier of torchvision.models (such as"
-                       f" {', '.join(near)}) nor cnn nor package.module:function")
+    if args.model not in ("cnn", *models.list_models(module=models)):
+        raise BadInput(f"--model {args.model}: neither cnn, nor a classifier of torchvision.models"
+                       " (such as resnet18), nor package.module:function")
     if data.classes is None:
         raise BadInput(f"--data {data.name}: how many classes? Give the training and the test set"
                        " an attribute `classes` or `targets`")
@@ -1028,7 +1021,7 @@ def build_model(args, data):
 class Normalize(nn.Module):
     """Goes around a model: uint8 images come in, normalised ones of its channels go on.
 
-    Images cross to the device as bytes, a quarter of the size of float32.
+    So images cross to the device as bytes, a quarter of the size of float32.
     """
 
     def __init__(self, model, mean=0.1307, std=0.3081, channels_last=True):
@@ -1042,41 +1035,26 @@ class Normalize(nn.Module):
             x = x.float().sub_(255 * self.mean).div_(255 * self.std)
         if x.dim() == 3 and self.channels:  # [N, H, W]
             x = x.unsqueeze(1)
-        if x.dim() == 4:
-            if x.shape[1] == 1 and self.channels == 3:
-                x = x.expand(-1, 3, -1, -1)
-            if self.channels_last:
-                x = x.contiguous(memory_format=torch.channels_last)
+        if x.dim() == 4 and x.shape[1] == 1 and self.channels == 3:
+            x = x.expand(-1, 3, -1, -1)
+        if x.dim() == 4 and self.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
         return self.model(x)
-
-
-def check_model(args, data, model, device):
-    """One forward of one batch, so that what cannot work is told before training starts."""
-    samples = [data.train[i] for i in range(min(2, len(data.train)))]
-    try:
-        x, y = default_collate(samples)
-        model.eval()
-        with torch.no_grad():
-            logits = model(to_gpu(x, device))
-        F.cross_entropy(logits, y.to(logits.device))
-    except Exception as error:
-        raise BadInput(f"--model {args.model} cannot train on --data {data.name}:"
-                       f" {_one_line(error)}")
 
 
 def place_model(args, bare, device):
     """Puts the bare model on its device or devices; returns it with what goes around it."""
     if args.channels_last and all(p.dim() != 5 for p in bare.parameters()):  # no 3-d convolution
         bare.to(memory_format=torch.channels_last)
-    if args.compile:
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
-        bare.compile()  # in place and before any wrapper: around DDP it would compile nothing
     model = Normalize(bare.to(device), channels_last=args.channels_last)
     if args.parallel == "split":
         n = torch.accelerator.device_count()
         stages = cut(bare, max(2, n))
         devices = [f"{device.type}:{i}" if n > 1 else device for i in range(len(stages))]
         model.model = split_model(stages, devices)
+    if args.compile:  # in place and before DDP, whose wrapper would hide the model from it
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
+        model.compile()
     return wrap_dataparallel(model) if args.parallel == "dp" else model
 
 
@@ -1086,7 +1064,7 @@ def cut(model, n):
         raise BadInput("--parallel split cuts an nn.Sequential of several layers; give any other"
                        " model's stages to split_model() yourself")
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model]
-    middles = [before - size / 2 for before, size in zip(itertools.accumulate(sizes), sizes)]
+    middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes)]
     index = [min(n - 1, int(n * middle / max(1, sum(sizes)))) for middle in middles]
     return [nn.Sequential(*[layer for layer, i in zip(model, index) if i == stage])
             for stage in sorted(set(index))]
@@ -1097,6 +1075,18 @@ def classify(model, batch):
     x, y = batch
     logits = model(x)
     return F.cross_entropy(_at_least_float32(logits), y.to(logits.device))
+
+
+def check_model(args, data, model, device):
+    """One forward of one batch, so that what cannot work is told before training starts."""
+    samples = [data.train[i] for i in range(min(2, len(data.train)))]
+    try:
+        batch = to_gpu(default_collate(samples), device)
+        with torch.no_grad():
+            classify(model.eval(), batch)
+    except Exception as error:
+        raise BadInput(f"--model {args.model} cannot train on --data {data.name}:"
+                       f" {_one_line(error)}")
 
 
 # ---- the training job ----------------------------------------------------------------------------
@@ -1123,7 +1113,7 @@ def make_job(args, data, rank=0, world=1):
     check_model(args, data, model, device)
     sampler = Shuffle(data.train, world, rank, args.seed)
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in bare.modules())
-    lone = norms and len(sampler) % args.batch_size == 1 < len(sampler)  # no variance in a lone one
+    lone = norms and len(sampler) % args.batch_size == 1 < len(sampler)  # it has no variance
     train = data.train if args.whole_batches else PerSample(data.train)
     loader = make_loader(train, args.batch_size, sampler=sampler, num_workers=args.workers,
                          device=device, drop_last=lone)
@@ -1134,17 +1124,16 @@ def make_job(args, data, rank=0, world=1):
 
 def auto_batch_size(args, data):
     """--batch-size auto: the size at which a copy of the job is fastest, the least of all ranks."""
-    job = make_job(argparse.Namespace(**{**vars(args), "batch_size": 1}), data)
+    job = make_job(changed(args, batch_size=1), data)
     some = default_collate([data.train[i] for i in range(min(256, len(data.train)))])
 
     def step(n):
         batch = [torch.cat([part] * math.ceil(n / len(part)))[:n] for part in some]
         amp_step(job.model, batch, classify, job.optimizer, job.amp)
 
-    size = torch.tensor(find_batch_size(step, limit=min(1024, len(data.train))))
+    size = torch.tensor(find_batch_size(step, limit=min(1024, len(data.train))), device=job.device)
     if dist.is_available() and dist.is_initialized():
-        size = size.to(job.device)
-        dist.all_reduce(size, dist.ReduceOp.MIN)
+        dist.all_reduce(size, dist.ReduceOp.MIN)  # DDP: on one rank memory may end earlier
     return int(size)
 
 
@@ -1155,7 +1144,7 @@ def lr_factor(step, total):
 
 
 def seed_everything(seed, epoch, rank):
-    """What is drawn in an epoch depends on these three alone, so a resumed run draws the same."""
+    """What an epoch draws depends on these three alone, so that a resumed run draws the same."""
     import numpy
     mixed = random.Random(f"{seed} {epoch} {rank}").getrandbits(32)
     random.seed(mixed)
@@ -1173,10 +1162,25 @@ def from_rank_0(value):
     return value
 
 
+START = """\
+{model} ({params:,} parameters) on {data} ({n_train:,} + {n_test:,} samples), {device}{backend}, \
+torch {torch}, {amp}, {workers} workers
+global batch {batch_size} x accum {accum} x world {world} = {global_batch}, \
+learning rate {base_lr:g} x {global_batch} / 256 = {lr:g}"""
+LIVE = "  step {}/{}, loss {:.4f}, {:,.0f} samples/s, waiting {:.0%} "
+EPOCH = """\
+epoch {}/{}: train loss {:.4f}, test loss {:.4f}, accuracy {:.4f}, {:,.0f} samples/s, \
+waiting {:.0%}, peak memory {}, skipped {}"""
+CLOSING = """\
+accuracy {accuracy:.4f}, loss {loss:.4f} on the test set of {data}
+{samples_per_s:,.0f} samples/s, waiting {wait:.0%}, {skipped_steps} steps skipped, \
+peak memory {memory}, {seconds:.1f} s in all"""
+
+
 def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", began=None):
     """Trains and evaluates as the flags say; returns the summary, a dict."""
     began = began or time.perf_counter()
-    say = functools.partial(print, flush=True) if rank == 0 else lambda *_: None
+    say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
     state = from_rank_0(load_checkpoint(args, data) if rank == 0 else None)
     if args.batch_size == "auto":
         args.batch_size = state["batch_size"] if state else auto_batch_size(args, data)
@@ -1187,44 +1191,95 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
                               device=job.device)
     first = restore(args, state, job)
     summary = describe(args, data, job, world)
+    say(START.format(**{**summary, "amp": summary["amp"] or "float32"}, backend=backend,
+                     base_lr=args.lr, n_train=len(data.train), n_test=len(data.test)))
     for group in job.optimizer.param_groups:
         group["initial_lr"] = group["lr"] = summary["lr"]
     steps = math.ceil(len(job.loader) / args.accum)
-    live = live_line(steps) if rank == 0 and sys.stdout.isatty() else None
-    say(start_lines(args, data, summary, backend))
-    samples = seconds = waited = skipped = 0
-    evaluated = None
+
+    def live(step, loss, samples_per_s, wait):
+        if sys.stdout.isatty():
+            say(LIVE.format(step, steps, loss, samples_per_s, wait), end="\r")
+
+    results, evaluated = [], None
     for epoch in range(first, args.epochs):
         job.loader.generator.manual_seed(seed_everything(args.seed, epoch, rank))
-        job.sampler.set_epoch(epoch)
+        job.sampler.set_epoch(epoch)  # DDP: set_epoch
         schedule = torch.optim.lr_scheduler.LambdaLR(
             job.optimizer, functools.partial(lr_factor, total=steps * args.epochs),
             last_epoch=epoch * steps - 1)
-        result = train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
-                             amp=job.amp, scheduler=schedule, on_log=live)
+        results.append(train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
+                                   amp=job.amp, scheduler=schedule, on_log=live))
         evaluated = evaluate(model, test_loader, amp=job.amp)
         if rank == 0:
             save_checkpoint(args, data, job, epoch + 1)
         from_rank_0(None)  # DDP: nobody goes on before the file is there
-        samples, seconds = samples + result.samples, seconds + result.seconds
-        waited, skipped = waited + result.wait * result.seconds, skipped + result.skipped
-        say(epoch_line(epoch, args, result, evaluated, job.device))
-    if evaluated is None:
+        r = results[-1]
+        say(EPOCH.format(epoch + 1, args.epochs, r.loss, *evaluated[:2], r.samples / r.seconds,
+                         r.wait, _mb(peak_memory_mb(job.device)), r.skipped))
+    if not results:
         say(f"{args.checkpoint} is finished: {first} of {args.epochs} epochs are done")
-        evaluated = evaluate(model, test_loader, amp=job.amp)
-    summary.update(loss=evaluated[0], accuracy=evaluated[1],
-                   samples_per_s=samples / seconds if seconds else None,
-                   wait=waited / seconds if seconds else None,
-                   peak_memory_mb=peak_memory_mb(job.device), skipped_steps=skipped,
-                   seconds=time.perf_counter() - began)
-    return summary
+    return finish(summary, results, evaluated or evaluate(model, test_loader, amp=job.amp), job,
+                  began)
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
+def describe(args, data, job, world):
+    """The part of the summary that is known before training."""
+    global_batch = args.batch_size * args.accum * world
+    dtype = getattr(job.amp.autocast, "fast_dtype", None)
+    return {"device": str(job.device), "torch": torch.__version__, "data": data.name,
+            "model": args.model, "params": sum(p.numel() for p in job.bare.parameters()),
+            "batch_size": args.batch_size, "accum": args.accum, "world": world,
+            "global_batch": global_batch, "lr": scale_lr(args.lr, global_batch),
+            "amp": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype),
+            "workers": job.loader.num_workers, "epochs": args.epochs}
+
+
+def finish(summary, results, evaluated, job, began):
+    """The whole summary; speed and wait are of training alone, over all epochs of this run."""
+    seconds = sum(r.seconds for r in results) or 1.0
+    return {**summary, "loss": evaluated[0], "accuracy": evaluated[1],
+            "samples_per_s": sum(r.samples for r in results) / seconds,
+            "wait": sum(r.wait * r.seconds for r in results) / seconds,
+            "peak_memory_mb": peak_memory_mb(job.device),
+            "skipped_steps": sum(r.skipped for r in results),
+            "seconds": time.perf_counter() - began}
+
+
+def report(args, summary):
+    """The closing summary, for people or as JSON."""
+    return json.dumps(summary) if args.json else CLOSING.format(
+        memory=_mb(summary["peak_memory_mb"]), **summary)
+
+
+def reset_peak_memory():
+    """Starts peak_memory_mb() anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # VmHWM; ru_maxrss would never fall, and is inherited
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_mb(device):
+    """Peak memory in MiB: of the GPU, else of this process on Linux, else None (not measured)."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return round(int(status.split("VmHWM:")[1].split()[0]) / 2**10, 1)
+
+
+def _mb(mb):
+    return "not measured" if mb is None else f"{mb:,.0f} MiB"
+
+
+# ---- --checkpoint --------------------------------------------------------------------------------
 
 
 def load_checkpoint(args, data):
-    """The contents of --checkpoint, or None when there is nothing yet; tells what is wrong with it.
+    """The contents of --checkpoint, or None when there is nothing yet.
 
     Raises: BadInput for a place that cannot be written, a damaged file, and contradicting flags.
     """
@@ -1291,126 +1346,14 @@ def save_checkpoint(args, data, job, epoch):
             os.fsync(file.fileno())
         os.replace(temporary, args.checkpoint)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
         raise RunFailed(f"--checkpoint {args.checkpoint} cannot be saved: {error.strerror}; the"
                         " previous one is untouched") from None
-
-
-# ---- what is printed -----------------------------------------------------------------------------
-
-
-def reset_peak_memory():
-    """Starts peak_memory_mb() anew."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # VmHWM; ru_maxrss would never fall, and is inherited
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_mb(device):
-    """Peak memory in MiB: of the GPU, else of this process on Linux, else None (not measured)."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    return round(int(status.split("VmHWM:")[1].split()[0]) / 2**10, 1)
-
-
-def describe(args, data, job, world):
-    """The part of the summary that is known before training."""
-    global_batch = args.batch_size * args.accum * world
-    dtype = getattr(job.amp.autocast, "fast_dtype", None)
-    return {"device": str(job.device), "torch": torch.__version__, "data": data.name,
-            "model": args.model, "params": sum(p.numel() for p in job.bare.parameters()),
-            "batch_size": args.batch_size, "accum": args.accum, "world": world,
-            "global_batch": global_batch, "lr": scale_lr(args.lr, global_batch),
-            "amp": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype),
-            "workers": job.loader.num_workers, "epochs": args.epochs}
-
-
-def start_lines(args, data, summary, backend=""):
-    """Two lines: what is trained; the global batch and the learning rate with their formulas."""
-    s = argparse.Namespace(**summary)
-    return (f"{s.model} ({s.params:,} parameters) on {s.data} ({len(data.train):,} +"
-            f" {len(data.test):,} samples), {s.device}{backend}, torch {s.torch},"
-            f" {s.amp or 'float32'}, {s.workers} workers\n"
-            f"global batch {s.batch_size} x accum {s.accum} x world {s.world} = {s.global_batch},"
-            f" learning rate {args.lr:g} x {s.global_batch} / 256 = {s.lr:g}")
-
-
-def _mb(mb):
-    return "not measured" if mb is None else f"{mb:,.0f} MiB"
-
-
-def epoch_line(epoch, args, result, evaluated, device):
-    return (f"epoch {epoch + 1}/{args.epochs}: train loss {result.loss:.4f}, test loss"
-            f" {evaluated[0]:.4f}, accuracy {evaluated[1]:.4f},"
-            f" {result.samples / result.seconds:,.0f} samples/s, waiting {result.wait:.0%},"
-            f" peak memory {_mb(peak_memory_mb(device))}, skipped {result.skipped}")
-
-
-def live_line(steps):
-    """An on_log that rewrites one line on a terminal."""
-    def show(step, loss, samples_per_s, wait):
-        print(f"\r  step {step}/{steps}, loss {loss:.4f}, {samples_per_s:,.0f} samples/s, waiting"
-              f" {wait:.0%} ", end="\r", flush=True)
-    return show
-
-
-def closing_lines(args, s):
-    """The summary, for people or as JSON."""
-    if args.json:
-        return json.dumps(s)
-    speed = "no training" if s["samples_per_s"] is None else (
-        f"{s['samples_per_s']:,.0f} samples/s, waiting {s['wait']:.0%},"
-        f" {s['skipped_steps']} steps skipped")
-    return (f"accuracy {s['accuracy']:.4f}, loss {s['loss']:.4f} on the test set of {s['data']}\n"
-            f"{speed}, peak memory {_mb(s['peak_memory_mb'])}, {s['seconds']:.1f} s in all")
+    finally:
+        with contextlib.suppress(OSError):  # there no more, if all went well
+            os.remove(temporary)
 
 
 # ---- --compare: which of these pays here? --------------------------------------------------------
-
-
-class Trial:
-    """A variant of the job, which is nothing but its flags, under the stopwatch."""
-
-    def __init__(self, args, data):
-        self.args, self.job = args, make_job(args, data)
-        self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
-        if not args.uint8:
-            self.batches = map(_as_float, self.batches)
-        self.speeds, self.memory_mb, self.windows_per_s = [], None, 1.0
-        self.loss_with_graph = 0.0
-        began = time.perf_counter()
-        self.turn(0)
-        self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's
-        self.windows_per_s = self.turn(0) / (args.batch_size * args.accum)
-        self.speeds = []
-
-    def loss_fn(self, model, batch):
-        """The job's loss; the naive loop keeps its graph and reads it in every step."""
-        loss = classify(model, batch)
-        if not self.args.detached:
-            self.loss_with_graph = self.loss_with_graph + loss
-            self.loss_with_graph.item()
-        return loss
-
-    def turn(self, seconds, batches=None):
-        """Trains for about that time; returns samples per second, loading included."""
-        for _ in range(0 if batches else 2 * self.job.loader.num_workers):
-            next(self.batches)  # those that the workers fetched while others had their turn
-        windows, self.loss_with_graph = max(1, round(seconds * self.windows_per_s)), 0.0
-        some = itertools.islice(batches or self.batches, windows * self.args.accum)
-        reset_peak_memory()
-        result = train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
-                             accum=self.args.accum, amp=self.job.amp, log_every=windows)
-        self.memory_mb = max(filter(None, (self.memory_mb, peak_memory_mb(self.job.device))),
-                             default=None)
-        self.speeds.append(result.samples / result.seconds)
-        return self.speeds[-1]
 
 
 class PerSample(Dataset):
@@ -1430,10 +1373,66 @@ class PerSample(Dataset):
         return x, int(y)
 
 
-def _as_float(batch):
-    """What most code does: normalised on the host, so four times the bytes cross to the device."""
-    x, y = batch
-    return (x.float().div_(255) if x.dtype == torch.uint8 else x), y
+class Trial:
+    """A variant of the job, which is nothing but its flags, under the stopwatch."""
+
+    def __init__(self, args, data):
+        self.args, self.job, self.memory_mb = args, make_job(args, data), None
+        self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
+        began, self.speeds, self.windows_per_s = time.perf_counter(), [], 1.0
+        self.turn(0)
+        self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's
+        self.windows_per_s = self.turn(0) / (args.batch_size * args.accum)
+        self.speeds = []
+
+    def loss_fn(self, model, batch):
+        """The job's loss; the naive loop moves floats, keeps the graph and reads in every step."""
+        x, y = batch
+        if not self.args.uint8 and x.dtype == torch.uint8:
+            x = x.float().div_(255)
+        loss = classify(model, (x, y))
+        if not self.args.detached:
+            self.total = self.total + loss
+            self.total.item()
+        return loss
+
+    def turn(self, seconds, batches=None):
+        """Trains for about that time; returns samples per second, loading included."""
+        for _ in range(0 if batches else 2 * self.job.loader.num_workers):
+            next(self.batches)  # those that the workers fetched while others had their turn
+        windows, self.total = max(1, round(seconds * self.windows_per_s)), 0.0
+        some = itertools.islice(batches or self.batches, windows * self.args.accum)
+        reset_peak_memory()
+        result = train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
+                             accum=self.args.accum, amp=self.job.amp, log_every=windows)
+        peaks = [mb for mb in (self.memory_mb, peak_memory_mb(self.job.device)) if mb]
+        self.memory_mb = max(peaks, default=None)
+        self.speeds.append(result.samples / result.seconds)
+        return self.speeds[-1]
+
+
+class DdpRun:
+    """One run of ptspeed_ddp.py at the same global batch, with the interface of a Trial."""
+    memory_mb, windows_per_s, first_s = None, math.inf, 0.0
+
+    def __init__(self, args, data):
+        world = args.world
+        flags = {"--world": world, "--batch-size": max(1, args.batch_size // world), "--epochs": 1,
+                 "--data": data.name, "--model": args.model, "--root": args.root,
+                 "--workers": args.workers // world}
+        command = [sys.executable, str(Path(__file__).with_name("ptspeed_ddp.py")), "--json"]
+        command += [str(word) for pair in flags.items() for word in pair]
+        command += ["--amp"] * bool(args.amp) + ["--device", "cpu"] * (args.device == "cpu")
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            raise RunFailed("an epoch takes over 60 s")
+        if done.returncode:
+            raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
+        self.args, self.speeds = args, [json.loads(done.stdout.splitlines()[-1])["samples_per_s"]]
+
+    def turn(self, seconds):
+        return self.speeds[0]
 
 
 def judge(ratios):
@@ -1442,10 +1441,10 @@ def judge(ratios):
     The spread is the distance of the quartiles; a gain must be over 3 % and beyond it.
     """
     low, median, high = statistics.quantiles(ratios, n=4)
-    spread = high - low
-    if abs(median - 1) <= max(0.03, spread):
-        return median, spread, "within noise"
-    return median, spread, f"pays {median:.2f}x" if median > 1 else f"costs {100 * (1 - median):.0f} %"
+    if abs(median - 1) <= max(0.03, high - low):
+        return median, high - low, "within noise"
+    return median, high - low, (f"pays {median:.2f}x" if median > 1
+                                else f"costs {100 * (1 - median):.0f} %")
 
 
 class Comparison:
@@ -1454,82 +1453,97 @@ class Comparison:
     def __init__(self, args, data, seconds=0.4, turns=7):
         self.data, self.json, self.seconds, self.turns, self.rows = (
             data, args.json, seconds, turns, [])
-        naive = {"batch_size": 32, "accum": 1, "amp": None, "workers": 0, "parallel": "none",
-                 "compile": False, "whole_batches": not in_memory(data.train), "channels_last": False, "fused": False,
-                 "uint8": False, "detached": False}
-        self.kept = Trial(argparse.Namespace(**{**vars(args), **naive}), data)
+        naive = changed(args, batch_size=32, accum=1, amp=None, workers=0, parallel="none",
+                        compile=False, whole_batches=not in_memory(data.train), fused=False,
+                        channels_last=False, uint8=False, detached=False)
+        self.kept = Trial(naive, data)
         self.naive_speed = statistics.median([self.kept.turn(seconds) for _ in range(turns)])
         if not self.json:
-            print(f"{'#':<2}{'technique':<34}{'samples/s':>9}{'ratio':>12}{'MiB':>7}  times naive, / 2")
+            print(f"{'#':<2}{'technique':<36}{'samples/s':>9}{'ratio':>12}{'MiB':>7}  speed")
         self.row("0", "the naive loop", "", self.naive_speed, memory_mb=self.kept.memory_mb)
 
-    def attempt(self, number, name, *, missing=None, by_memory=False, **flags):
+    def attempt(self, number, name, *, missing=None, make=Trial, keep=True, **flags):
         """Measures the kept set with other flags against the kept set; keeps them if they pay."""
-        if missing:
-            return self.row(number, name, f"not here: {missing}")
-        self.progress(f"measuring {name} ...")
+        kept = self.kept
         try:
-            trial = Trial(argparse.Namespace(**{**vars(self.kept.args), **flags}), self.data)
-            turns = self.turns_for(trial)
-            ratios = [trial.turn(self.seconds) / self.kept.turn(self.seconds)
-                      for _ in range(turns)]
+            if missing:
+                raise RunFailed(missing)
+            trial = make(changed(kept.args, **flags), self.data)
+            pair_s = sum(max(self.seconds, 1 / t.windows_per_s) for t in (trial, kept))
+            turns = min(self.turns, max(3, int(30 / pair_s)))  # a row may take half a minute
+            ratios = [trial.turn(self.seconds) / kept.turn(self.seconds) for _ in range(turns)]
         except Exception as error:
-            return self.row(number, name, f"not here: {_one_line(error)}")
+            why = str(error) if isinstance(error, RunFailed) else _one_line(error)
+            return self.row(number, name, f"not here: {why}")
         ratio, spread, verdict = judge(ratios)
-        if by_memory and trial.memory_mb:
-            less = trial.memory_mb / self.kept.memory_mb
+        if "accum" in flags and trial.memory_mb:  # judged by what it is for
+            less = trial.memory_mb / kept.memory_mb
             verdict = "within noise" if abs(less - 1) <= 0.03 else (
-                f"pays {1 / less:.2f}x memory" if less < 1 else f"costs {100 * (less - 1):.0f} % memory")
-        if trial.args.compile:
-            name += f", {trial.first_s:.0f} s to compile"
-        pays = verdict.startswith("pays") and not by_memory
+                f"pays {1 / less:.2f}x memory" if less < 1 else f"costs {less - 1:.0%} memory")
+        name += f", {trial.first_s:.0f} s to compile" * trial.args.compile
         self.row(number, name, verdict, statistics.median(trial.speeds), ratio, spread,
                  trial.memory_mb)
-        if pays:
+        if keep and verdict.startswith("pays"):
             self.kept = trial
-        return pays
-
-    def turns_for(self, trial):
-        """7 turns, fewer (3 at least) for a job so slow that they would take over half a minute."""
-        pair = sum(max(self.seconds, 1 / t.windows_per_s) for t in (trial, self.kept))
-        return min(self.turns, max(3, int(30 / pair)))
+        return self.kept is trial
 
     def row(self, number, name, verdict, speed=None, ratio=None, spread=None, memory_mb=None):
         """Prints a row and keeps it for --json."""
         self.rows.append({"technique": number, "name": name, "samples_per_s": speed, "ratio": ratio,
                           "spread": spread, "peak_memory_mb": memory_mb, "verdict": verdict})
-        self.progress("")
         if self.json:
             return
         figures = (f"{'' if speed is None else f'{speed:,.0f}':>9}"
                    f"{'' if ratio is None else f'{ratio:.2f} ±{spread:.2f}':>12}"
                    f"{'' if memory_mb is None else f'{memory_mb:,.0f}':>7}")
-        bar = "#" * min(14, round(2 * (speed or 0) / self.naive_speed))
+        bar = "#" * min(12, round(2 * (speed or 0) / self.naive_speed))
         colour = {"pays": "\033[32m", "cost": "\033[31m"}.get(verdict[:4], "")
         if colour and sys.stdout.isatty():
             verdict = f"{colour}{verdict}\033[0m"
-        print(f"{number:<2}{name:<34}{figures}  {bar:<14} {verdict}", flush=True)
+        print(f"{number:<2}{name:<36}{figures}  {bar:<12} {verdict}", flush=True)
 
-    def progress(self, text):
-        """A line that the next one overwrites, on a terminal."""
-        if sys.stderr.isatty():
-            print(f"\r{text:<60}\r", end="", file=sys.stderr, flush=True)
+    def techniques(self):
+        """The rows, in the order of the nine and what came after them."""
+        args, train = self.kept.args, self.data.train
+        gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
+        self.attempt("1", "whole-batch loading", whole_batches=True,
+                     missing=None if in_memory(train) else "the data come one sample at a time")
+        workers = 1
+        while self.attempt("2", f"workers: {workers}", workers=workers):
+            workers *= 2
+        size = auto_batch_size(self.kept.args, self.data)
+        self.attempt("3", f"batch size {size}", batch_size=size)
+        size = self.kept.args.batch_size
+        self.attempt("4", f"accumulation 4 x {size // 4}, by its memory", batch_size=size // 4,
+                     accum=4, keep=False)
+        self.attempt("5", "loss detached, not read each step", detached=True)
+        self.attempt("6", "uint8, channels_last, non_blocking", uint8=True, channels_last=True)
+        self.attempt("7", "mixed precision", amp="auto")
+        needs_2 = None if gpus > 1 else "needs 2 GPUs"
+        self.attempt("8", "DataParallel", parallel="dp", missing=needs_2)
+        self.attempt("8", "model split over devices", parallel="split", missing=needs_2)
+        world = gpus or 2
+        self.attempt("9", f"DDP, {world} processes, one run", make=DdpRun, world=world, keep=False,
+                     missing=None if world > 1 else needs_2)
+        self.attempt("+", "fused optimizer", fused=True)
+        compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "c++")
+        self.attempt("+", "compile", compile=True,
+                     missing=None if shutil.which(compiler) else "needs a C++ compiler")
 
     def command(self):
         """The command line with what was kept."""
         args, words = self.kept.args, ["python ptspeed.py"]
         defaults = make_parser().parse_args([])
-        for flag in ("data", "model", "device"):
+        for flag in ("data", "model", "device", "parallel"):
             if getattr(args, flag) != getattr(defaults, flag):
                 words.append(f"--{flag} {shlex.quote(getattr(args, flag))}")
         words.append(f"--batch-size {args.batch_size} --workers {args.workers}")
-        words += ["--amp"] * bool(args.amp) + ["--compile"] * args.compile
-        return " ".join(words + [f"--parallel {args.parallel}"] * (args.parallel != "none"))
+        return " ".join(words + ["--amp"] * bool(args.amp) + ["--compile"] * args.compile)
 
 
 def bottleneck(args, data):
-    """Times the loader alone, the step alone on one resident batch, and both; three lines."""
-    trial = Trial(argparse.Namespace(**vars(args), uint8=True, detached=True), data)
+    """Times the loader alone, the step alone on one resident batch, and both."""
+    trial = Trial(changed(args, uint8=True, detached=True), data)
     loader = args.batch_size * measure(lambda: next(trial.batches), seconds=1)
     batch = to_gpu(next(trial.batches), trial.job.device)
     step = statistics.median([trial.turn(0.4, itertools.repeat(batch)) for _ in range(3)])
@@ -1539,81 +1553,23 @@ def bottleneck(args, data):
             f" {both:,.0f}: {slower} is the bottleneck")
 
 
-def run_ddp(args, data_name, world):
-    """samples/s of one epoch of ptspeed_ddp.py at the same global batch; raises RunFailed."""
-    flags = {"--world": world, "--batch-size": max(1, args.batch_size // world), "--epochs": 1,
-             "--data": data_name, "--model": args.model, "--root": args.root,
-             "--workers": args.workers // world, "--seed": args.seed}
-    command = [sys.executable, str(Path(__file__).with_name("ptspeed_ddp.py")), "--json"]
-    command += [str(word) for pair in flags.items() for word in pair]
-    command += ["--amp"] * bool(args.amp) + ["--device", "cpu"] * (args.device == "cpu")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        raise RunFailed("an epoch takes over 60 s")
-    if done.returncode:
-        raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
-    return json.loads(done.stdout.splitlines()[-1])["samples_per_s"]
-
-
 def compare(args, data):
-    """Switches the techniques on one after the other, keeps what pays, prints the command to use."""
+    """Switches the techniques on one after the other, keeps what pays, ends with the command."""
     args.batch_size = 64 if args.batch_size == "auto" else args.batch_size
-    began, say = time.perf_counter(), (lambda *_: None) if args.json else print
-    say(bottleneck(args, data))
+    began, times = time.perf_counter(), bottleneck(args, data)
+    if not args.json:
+        print(times, flush=True)
     table = Comparison(args, data)
     try:
-        techniques(table, args, data)
-    except KeyboardInterrupt:
-        say("interrupted: what follows is from the rows above")
-        raise
-    finally:
-        end = {"rows": table.rows, "command": table.command(), "conditions": (
-            f"measured on {pick_device(args.device)}, {usable_cpus()} cores, torch"
-            f" {torch.__version__}, model {args.model}, data {data.name}, n = {table.turns} turns"
-            f" of {table.seconds} s in {time.perf_counter() - began:.0f} s")}
-        print(json.dumps(end) if args.json else f"{end['command']}\n{end['conditions']}")
-
-
-def techniques(table, args, data):
-    """The rows of --compare, in the order of the nine."""
-    gpus = torch.cuda.device_count()
-    table.attempt("1", "whole-batch loading", whole_batches=True, missing=None if in_memory(
-        data.train) else "the data set gives one sample at a time")
-    workers = 1
-    while table.attempt("2", f"workers: {workers}", workers=workers):
-        workers *= 2
-    size = auto_batch_size(table.kept.args, data)
-    table.attempt("3", f"batch size {size}", batch_size=size)
-    size = table.kept.args.batch_size
-    table.attempt("4", f"accumulation: 4 x {size // 4}, by memory", batch_size=size // 4, accum=4,
-                  by_memory=True)
-    table.attempt("5", "loss detached, not read each step", detached=True)
-    table.attempt("6", "uint8, channels_last, non_blocking", uint8=True, channels_last=True)
-    table.attempt("7", "mixed precision", amp=args.amp or "auto")
-    needs_2 = None if gpus > 1 else "needs 2 GPUs"
-    table.attempt("8", "DataParallel", parallel="dp", missing=needs_2)
-    table.attempt("8", "model split over devices", parallel="split", missing=needs_2)
-    ddp_row(table, 2 if not gpus or args.device == "cpu" else gpus)
-    table.attempt("+", "fused optimizer", fused=True)
-    table.attempt("+", "compile", compile=True, missing=None if shutil.which(
-        os.environ.get("CXX", "cl" if os.name == "nt" else "c++")) else "needs a C++ compiler")
-
-
-def ddp_row(table, world):
-    """The row of technique 9: one run of its own, against the kept set's median."""
-    name, kept = f"DDP, {world} processes (1 run)", table.kept
-    if world < 2:
-        return table.attempt("9", name, missing="needs 2 GPUs")
-    table.progress(f"measuring {name} ...")
-    try:
-        before = [kept.turn(table.seconds) for _ in range(3)]
-        speed = run_ddp(kept.args, table.data.name, world)
-        after = [kept.turn(table.seconds) for _ in range(3)]
-    except RunFailed as error:
-        return table.attempt("9", name, missing=str(error))
-    ratio, spread, verdict = judge([speed / kept_speed for kept_speed in before + after])
-    return table.row("9", name, verdict, speed, ratio, spread)
+        table.techniques()
+    finally:  # also after Ctrl-C, for the rows that are done
+        took = time.perf_counter() - began
+        conditions = (f"measured on {pick_device(args.device)}, {usable_cpus()} cores, torch"
+                      f" {torch.__version__}, model {args.model}, data {data.name}, n ="
+                      f" {table.turns} turns of {table.seconds} s, {took:.0f} s in all")
+        print(json.dumps({"times": times, "rows": table.rows, "command": table.command(),
+                          "conditions": conditions}) if args.json
+              else f"{table.command()}\n{conditions}")
 
 
 def main(argv=None):
@@ -1632,7 +1588,7 @@ def main(argv=None):
         if args.compare:
             compare(args, data)
         else:
-            print(closing_lines(args, run(args, data, began=began)))
+            print(report(args, run(args, data, began=began)))
     return 0
 
 

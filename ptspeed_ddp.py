@@ -12,7 +12,6 @@ Why: no copying of the model in every step and no shared Python lock, as in Data
 Limits: BatchNorm sees each rank's micro-batch. Every rank runs the same number of windows.
 Source: Li et al. 2020, arXiv 2006.15704; PyTorch DDP and torchrun notes.
 """
-import argparse
 import gc
 import json
 import multiprocessing.connection
@@ -97,7 +96,7 @@ def spawned(rank, args, world, port, parent, began):
         summary = train(args, rank, world, rank, world, store)
         if rank == 0:                                               # DDP: rank 0 speaks
             summary["seconds"] = time.time() - began
-            print(ptspeed.closing_lines(args, summary), flush=True)
+            print(ptspeed.report(args, summary), flush=True)
         store.set(f"done {rank}", "")
     except BaseException as error:  # SystemExit too, which spawn would call a success
         if store.add("failures", 1) == 1:  # the others fail only because this one did
@@ -116,8 +115,7 @@ def launch(args, world):
     began, data = time.time(), ptspeed.load_data(args)  # chosen once, so that ranks cannot mix sets
     args.data = data.name
     ptspeed.load_checkpoint(args, data)
-    ptspeed.make_job(argparse.Namespace(**{**vars(args), "device": "cpu", "compile": False,
-                                           "batch_size": 1}), data)
+    ptspeed.make_job(ptspeed.changed(args, device="cpu", compile=False, batch_size=1), data)
     # DDP: no fixed port, so that two jobs never meet: the system chooses one for the parent's store
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.spawn(spawned, (args, world, store.port, os.getpid(), began), nprocs=world,
@@ -169,7 +167,7 @@ def main(argv=None):
             summary = train(args, rank, world, local_rank, local_world)
             if rank == 0:
                 summary["seconds"] = time.perf_counter() - began
-                print(ptspeed.closing_lines(args, summary))
+                print(ptspeed.report(args, summary))
         else:
             world = args.world or torch.cuda.device_count() or 2
             check_world(args, world, world)
