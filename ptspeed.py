@@ -676,8 +676,10 @@ def wrap_dataparallel(model, device_ids=None):
     Source: torch.nn.DataParallel's documentation; Krizhevsky 2014, arXiv 1404.5997.
     """
     ids = range(torch.cuda.device_count()) if device_ids is None else device_ids
+    if len(ids) < 2:
+        return model
     devices = [pick_device(f"cuda:{i}" if isinstance(i, int) else i) for i in ids]
-    if len(devices) < 2 or devices[0].type == "cpu":
+    if devices[0].type == "cpu":
         return model
     return DataParallel(model.to(devices[0]), device_ids=devices)
 
@@ -1018,23 +1020,27 @@ def build_model(args, data):
     return models.get_model(args.model, weights=None, num_classes=data.classes, **aux)
 
 
+DIGITS, PHOTOS = (0.1307, 0.3081), (0.449, 0.226)  # mean and std of MNIST and of ImageNet, of 1
+
+
 class Normalize(nn.Module):
     """Goes around a model: uint8 images come in, normalised ones of its channels go on.
 
     So images cross to the device as bytes, a quarter of the size of float32.
     """
 
-    def __init__(self, model, mean=0.1307, std=0.3081, channels_last=True):
+    def __init__(self, model, channels_last=True):
         super().__init__()
         conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
         self.model, self.channels = model, conv.in_channels if conv is not None else 0
-        self.mean, self.std, self.channels_last = mean, std, channels_last
+        self.channels_last = channels_last
 
     def forward(self, x):
-        if x.dtype == torch.uint8:
-            x = x.float().sub_(255 * self.mean).div_(255 * self.std)
         if x.dim() == 3 and self.channels:  # [N, H, W]
             x = x.unsqueeze(1)
+        if x.dtype == torch.uint8:
+            mean, std = PHOTOS if x.dim() == 4 and x.shape[1] == 3 else DIGITS
+            x = x.float().sub_(255 * mean).div_(255 * std)
         if x.dim() == 4 and x.shape[1] == 1 and self.channels == 3:
             x = x.expand(-1, 3, -1, -1)
         if x.dim() == 4 and self.channels_last:
@@ -1111,7 +1117,9 @@ def make_job(args, data, rank=0, world=1):
     bare = build_model(args, data)
     model = place_model(args, bare, device)
     check_model(args, data, model, device)
-    sampler = Shuffle(data.train, world, rank, args.seed)
+    sampler = Shuffle(data.train, world, rank, args.seed)  # DDP: sampler
+    if not len(sampler):
+        raise BadInput(f"--data {data.name}: {len(data.train)} samples for {world} ranks")
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in bare.modules())
     lone = norms and len(sampler) % args.batch_size == 1 < len(sampler)  # it has no variance
     train = data.train if args.whole_batches else PerSample(data.train)
@@ -1131,7 +1139,7 @@ def auto_batch_size(args, data):
         batch = [torch.cat([part] * math.ceil(n / len(part)))[:n] for part in some]
         amp_step(job.model, batch, classify, job.optimizer, job.amp)
 
-    size = torch.tensor(find_batch_size(step, limit=min(1024, len(data.train))), device=job.device)
+    size = torch.tensor(find_batch_size(step, limit=min(8192, len(data.train))), device=job.device)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(size, dist.ReduceOp.MIN)  # DDP: on one rank memory may end earlier
     return int(size)
@@ -1369,7 +1377,7 @@ class PerSample(Dataset):
         from torchvision.transforms import functional as transform
         x, y = self.dataset[index]
         if x.dtype == torch.uint8:
-            x = transform.normalize(transform.to_tensor(transform.to_pil_image(x)), 0.1307, 0.3081)
+            x = transform.normalize(transform.to_tensor(transform.to_pil_image(x)), *DIGITS)
         return x, int(y)
 
 
@@ -1456,19 +1464,19 @@ class Comparison:
         naive = changed(args, batch_size=32, accum=1, amp=None, workers=0, parallel="none",
                         compile=False, whole_batches=not in_memory(data.train), fused=False,
                         channels_last=False, uint8=False, detached=False)
-        self.kept = Trial(naive, data)
+        self.kept = self.naive = Trial(naive, data)
         self.naive_speed = statistics.median([self.kept.turn(seconds) for _ in range(turns)])
         if not self.json:
             print(f"{'#':<2}{'technique':<36}{'samples/s':>9}{'ratio':>12}{'MiB':>7}  speed")
         self.row("0", "the naive loop", "", self.naive_speed, memory_mb=self.kept.memory_mb)
 
-    def attempt(self, number, name, *, missing=None, make=Trial, keep=True, **flags):
+    def attempt(self, number, name, *, missing=None, make=Trial, keep=True, against=None, **flags):
         """Measures the kept set with other flags against the kept set; keeps them if they pay."""
-        kept = self.kept
+        kept = against or self.kept
         try:
             if missing:
                 raise RunFailed(missing)
-            trial = make(changed(kept.args, **flags), self.data)
+            trial = make(changed(self.kept.args, **flags), self.data)
             pair_s = sum(max(self.seconds, 1 / t.windows_per_s) for t in (trial, kept))
             turns = min(self.turns, max(3, int(30 / pair_s)))  # a row may take half a minute
             ratios = [trial.turn(self.seconds) / kept.turn(self.seconds) for _ in range(turns)]
@@ -1482,15 +1490,17 @@ class Comparison:
                 f"pays {1 / less:.2f}x memory" if less < 1 else f"costs {less - 1:.0%} memory")
         name += f", {trial.first_s:.0f} s to compile" * trial.args.compile
         self.row(number, name, verdict, statistics.median(trial.speeds), ratio, spread,
-                 trial.memory_mb)
+                 trial.memory_mb, turns)
         if keep and verdict.startswith("pays"):
             self.kept = trial
         return self.kept is trial
 
-    def row(self, number, name, verdict, speed=None, ratio=None, spread=None, memory_mb=None):
+    def row(self, number, name, verdict, speed=None, ratio=None, spread=None, memory_mb=None,
+            turns=None):
         """Prints a row and keeps it for --json."""
         self.rows.append({"technique": number, "name": name, "samples_per_s": speed, "ratio": ratio,
-                          "spread": spread, "peak_memory_mb": memory_mb, "verdict": verdict})
+                          "spread": spread, "peak_memory_mb": memory_mb, "verdict": verdict,
+                          "turns": turns})
         if self.json:
             return
         figures = (f"{'' if speed is None else f'{speed:,.0f}':>9}"
@@ -1529,6 +1539,7 @@ class Comparison:
         compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "c++")
         self.attempt("+", "compile", compile=True,
                      missing=None if shutil.which(compiler) else "needs a C++ compiler")
+        self.attempt("=", "all that was kept, against naive", against=self.naive, keep=False)
 
     def command(self):
         """The command line with what was kept."""
@@ -1563,10 +1574,12 @@ def compare(args, data):
     try:
         table.techniques()
     finally:  # also after Ctrl-C, for the rows that are done
-        took = time.perf_counter() - began
+        took, n = time.perf_counter() - began, table.turns
+        least = min([row["turns"] or n for row in table.rows], default=n)
         conditions = (f"measured on {pick_device(args.device)}, {usable_cpus()} cores, torch"
                       f" {torch.__version__}, model {args.model}, data {data.name}, n ="
-                      f" {table.turns} turns of {table.seconds} s, {took:.0f} s in all")
+                      f" {n if least == n else f'{least} to {n}'} turns of {table.seconds} s,"
+                      f" {took:.0f} s in all")
         print(json.dumps({"times": times, "rows": table.rows, "command": table.command(),
                           "conditions": conditions}) if args.json
               else f"{table.command()}\n{conditions}")

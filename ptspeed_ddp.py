@@ -61,13 +61,15 @@ def check_world(args, world, local_world):
 def train(args, rank, world, local_rank, local_world, store=None):
     """The job of one rank; returns the summary."""
     data = ptspeed.load_data(args) if local_rank == 0 else None     # DDP: one fetch per host
-    dist.init_process_group(args.backend, store=store, rank=rank,   # DDP: process group
-                            world_size=world)
+    device = None
     if args.device == "cuda":                                       # DDP: device of its own
         args.device = f"cuda:{local_rank}"
-        torch.cuda.set_device(args.device)
+        device = torch.device(args.device)
+        torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:                       # DDP: or a share of the cores
         torch.set_num_threads(ptspeed.usable_cpus(local_world))
+    dist.init_process_group(args.backend, store=store, rank=rank,   # DDP: process group
+                            world_size=world, device_id=device)
     args.data = ptspeed.from_rank_0(data and data.name)             # DDP: one data set for all
     dist.barrier()                                                  # DDP: every host has it now
     if data is None or data.name != args.data:
@@ -115,7 +117,8 @@ def launch(args, world):
     began, data = time.time(), ptspeed.load_data(args)  # chosen once, so that ranks cannot mix sets
     args.data = data.name
     ptspeed.load_checkpoint(args, data)
-    ptspeed.make_job(ptspeed.changed(args, device="cpu", compile=False, batch_size=1), data)
+    check = ptspeed.changed(args, device="cpu", compile=False, batch_size=1)
+    ptspeed.make_job(check, data, world=world)
     # DDP: no fixed port, so that two jobs never meet: the system chooses one for the parent's store
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.spawn(spawned, (args, world, store.port, os.getpid(), began), nprocs=world,

@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -1095,6 +1096,31 @@ def test_a_batch_size_is_found_and_printed(job):
     assert f"global batch {json.loads(out[-1])['batch_size']} x" in "".join(out)
 
 
+def readme(kind):
+    """The code blocks of a kind that the README prints."""
+    with open(os.path.join(HERE, "README.md")) as file:
+        return re.findall(rf"```{kind}\n(.*?)```", file.read(), re.DOTALL)
+
+
+def test_the_readmes_recipe_for_an_image_folder_trains(job, tmp_path, monkeypatch):
+    from torchvision.io import write_jpeg
+    for i, part in itertools.product(range(4), ("train", "test")):
+        folder = tmp_path / "images" / part / f"class{i % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_jpeg(torch.randint(256, (3, 40, 50), dtype=torch.uint8), str(folder / f"{i}.jpg"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(readme("python")[0])
+    command = next(line for line in "".join(readme("")).splitlines() if "--batch-size 16" in line)
+    status, out, err = job(*command.split()[2:], "--epochs", 1, "--json")
+    assert (status, err) == (0, []) and json.loads(out[-1])["data"] == "mine:load"
+
+
+def test_the_readmes_recipe_for_tokens_learns(capsys):
+    exec(compile(readme("python")[1], "README.md", "exec"), {"__name__": "recipe"})
+    losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 10 and losses[-1] < losses[0] / 4
+
+
 # ---- --compare -----------------------------------------------------------------------------------
 
 
@@ -1113,8 +1139,8 @@ def test_compare_ends_with_a_command_that_runs(job, monkeypatch):
     monkeypatch.setattr(ptspeed, "Comparison", functools.partial(ptspeed.Comparison, seconds=0.02))
     status, out, err = job(*TINY, "--compare")
     assert status == 0 and any("workers" in row and row.startswith("2") for row in out)
-    assert [row[0] for row in out[2:-2] if row[:11] != "2 workers: "] == list("013456788") + [
-        "9", "+", "+"]
+    assert [row[0] for row in out[2:-2] if row[:11] != "2 workers: "] == list(
+        "0134567889++=")
     assert out[-2].startswith("python ptspeed.py ") and "torch " in out[-1]
     assert job(*out[-2].split()[2:], "--epochs", 1)[0] == 0
 
@@ -1503,7 +1529,8 @@ def test_another_world_than_torchruns_is_an_error(job, monkeypatch):  # D8
     ("--world x", 0, ["--world"]), ("--backend nccl", 0, ["gloo"]), ("--compare", 0, ["--compare"]),
     ("--backend nccl --device cpu", 4, ["gloo"]), ("--parallel dp", 0, ["--parallel"]),
     ("--device cuda", 0, ["cuda"]), ("--device cuda:1", 2, ["cuda:1"]),
-    ("--model test_ptspeed:absent", 0, ["absent"]), ("--checkpoint /nowhere/f", 0, ["/nowhere"])])
+    ("--model test_ptspeed:absent", 0, ["absent"]), ("--checkpoint /nowhere/f", 0, ["/nowhere"]),
+    ("--world 46", 0, ["45", "46"])])
 def test_what_ranks_cannot_do_is_one_line_before_any_starts(
         job, monkeypatch, flags, gpus, words):  # D6 D7
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
