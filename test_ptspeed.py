@@ -1099,15 +1099,16 @@ def test_a_batch_size_is_found_and_printed(job):
 def readme(kind):
     """The code blocks of a kind that the README prints."""
     with open(os.path.join(HERE, "README.md")) as file:
-        return re.findall(rf"```{kind}\n(.*?)```", file.read(), re.DOTALL)
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", file.read(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in blocks if language == kind]
 
 
 def test_the_readmes_recipe_for_an_image_folder_trains(job, tmp_path, monkeypatch):
-    from torchvision.io import write_jpeg
+    from torchvision.transforms.functional import to_pil_image
     for i, part in itertools.product(range(4), ("train", "test")):
         folder = tmp_path / "images" / part / f"class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_jpeg(torch.randint(256, (3, 40, 50), dtype=torch.uint8), str(folder / f"{i}.jpg"))
+        to_pil_image(torch.rand(3, 40, 50)).save(folder / f"{i}.jpg")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(readme("python")[0])
     command = next(line for line in "".join(readme("")).splitlines() if "--batch-size 16" in line)
