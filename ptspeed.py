@@ -187,20 +187,17 @@ def usable_cpus(local_world_size=1, *, root="/"):
     Returns: int, from the affinity mask and the CPU quotas of this cgroup (v1, v2) and its parents.
     Source: docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), cgroup-v1 (cpu.cfs_quota_us).
     """
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
-    else:
-        cpus = os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, int(min(cpus, _cpu_quota(Path(root)))) // max(1, local_world_size))
 
 
 def _cpu_quota(root):
     """CPUs (a float, inf without a limit) that the cgroups of this process allow."""
     def read(path):
-        try:
+        with contextlib.suppress(OSError):
             return path.read_text()
-        except OSError:
-            return ""
+        return ""
 
     quota = math.inf
     # In a container the path may be the host's; then only the mount's own root is visible.
@@ -212,9 +209,8 @@ def _cpu_quota(root):
         parts = [part for part in group.split("/") if part not in ("", "..")]
         for mount, depth in itertools.product(mounts, range(len(parts) + 1)):
             folder = root.joinpath("sys/fs/cgroup", mount, *parts[:depth])
-            limit = read(folder / "cpu.max").split() or [
-                *read(folder / "cpu.cfs_quota_us").split(),
-                *read(folder / "cpu.cfs_period_us").split()]
+            limit = (read(folder / "cpu.max") or read(folder / "cpu.cfs_quota_us") + " "
+                     + read(folder / "cpu.cfs_period_us")).split()
             if len(limit) == 2 and limit[0] not in ("max", "-1"):
                 quota = min(quota, int(limit[0]) / int(limit[1]))
     return quota
@@ -566,7 +562,7 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
                 raise FloatingPointError(f"step {number}: {error}") from error
             if step.stepped and scheduler is not None:
                 scheduler.step()
-            meter.add(step)
+            meter.pending.append(step)
         if meter.pending and (not window or len(meter.pending) == log_every):
             loss = meter.read()
             if on_log is not None:
@@ -577,8 +573,8 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
     if not meter.steps:
         raise ValueError("the loader yields no batch: the dataset is empty, or already used up")
     seconds = time.perf_counter() - start
-    return EpochResult(meter.mean(), meter.samples, meter.steps, meter.skipped, seconds,
-                       waited / seconds)
+    return EpochResult(meter.loss_sum / (meter.targets or math.nan), meter.samples, meter.steps,
+                       meter.skipped, seconds, waited / seconds)
 
 
 class _Meter:
@@ -588,9 +584,6 @@ class _Meter:
         self.group = model.process_group if isinstance(model, DistributedDataParallel) else None
         self.pending, self.steps, self.skipped, self.samples = [], 0, 0, 0
         self.loss_sum = self.targets = 0.0
-
-    def add(self, step):
-        self.pending.append(step)
 
     def read(self):
         """Takes in the pending steps; returns their mean loss."""
@@ -612,10 +605,7 @@ class _Meter:
         self.samples += int(sum(seen))
         self.loss_sum += sum(sums)
         self.targets += sum(targets)
-        return sum(sums) / sum(targets) if sum(targets) else math.nan
-
-    def mean(self):
-        return self.loss_sum / self.targets if self.targets else math.nan
+        return sum(sums) / (sum(targets) or math.nan)
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def check_world(args, world, local_world):
                                " leave it out")
 
 
-def train(args, rank, world, local_rank, local_world, store=None):
+def train(args, rank, world, local_rank, local_world, store):
     """The job of one rank; returns the summary."""
     data = ptspeed.load_data(args) if local_rank == 0 else None     # DDP: one fetch per host
     device = None
@@ -80,6 +80,14 @@ def train(args, rank, world, local_rank, local_world, store=None):
     dist.destroy_process_group()                                    # DDP: shutdown
     gc.collect()  # frees the group, whose threads must end before Python does (pytorch#179291)
     return summary
+
+
+def torchrun_store():
+    """torchrun's own store, set apart in each restart, which torch omits (pytorch#135712)."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    single = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"  # else agents count restarts apart
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if single else "any"
+    return dist.PrefixStore(f"restart {restart}", store)
 
 
 def wrap(model):
@@ -167,7 +175,7 @@ def main(argv=None):
             local_rank = int(env.get("LOCAL_RANK", 0))
             local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
             check_world(args, world, local_world)
-            summary = train(args, rank, world, local_rank, local_world)
+            summary = train(args, rank, world, local_rank, local_world, torchrun_store())
             if rank == 0:
                 summary["seconds"] = time.perf_counter() - began
                 print(ptspeed.report(args, summary))

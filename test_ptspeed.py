@@ -1441,8 +1441,9 @@ class Faulty(torch.utils.data.Dataset):
     def __getitem__(self, i):
         if dist.is_initialized():
             if dist.get_rank() == 1:
-                {"raises": raises, "killed": killed, "leaves": sys.exit, "exits": exits,
-                 "interrupted": interrupted, "waits": waits}[os.environ["FAULT"]]()
+                {"raises": raises, "killed": killed, "leaves": sys.exit, "exits": exits, "": int,
+                 "interrupted": interrupted, "waits": waits, "dies once": dies_once}[
+                     os.environ["FAULT"]]()
         return tiny_data()[0][i]
 
 
@@ -1452,6 +1453,12 @@ def raises():
 
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_once():
+    """In the second epoch of a job that restarts."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.path.exists(os.environ["FILE"]):
+        killed()
 
 
 def exits():
@@ -1516,6 +1523,20 @@ def test_torchrun_starts_the_ranks_and_its_world_wins():  # D8
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     status, out, err = finish(ddp_job("--json", start=start))
     assert status == 0 and json.loads(out[-1])["world"] == 2
+
+
+def test_a_rank_that_torchrun_restarts_goes_on_from_the_checkpoint(job, tmp_path, monkeypatch):
+    flags = ["--data", "test_ptspeed:faulty_data", "--workers", 0, "--checkpoint"]
+    monkeypatch.setenv("FAULT", "")
+    job(*TINY, "--world", 2, *flags, tmp_path / "undisturbed", main=ptspeed_ddp.main)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "--max-restarts", "2"]
+    file = tmp_path / "restarted"
+    status, out, err = finish(ddp_job(*flags, file, start=start,
+                                      env={"FAULT": "dies once", "FILE": str(file)}))
+    assert status == 0 and [line[:9] for line in out if line.startswith("epoch")] == [
+        "epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert same(*(torch.load(tmp_path / name, weights_only=True) for name in os.listdir(tmp_path)))
 
 
 def test_another_world_than_torchruns_is_an_error(job, monkeypatch):  # D8
