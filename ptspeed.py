@@ -250,6 +250,8 @@ def find_batch_size(step, *, start=1, limit=8192, gain=1.05):
     best, best_speed, size = 0, 0.0, start
     while size > best:
         speed = _samples_per_s(step, size)
+        if speed is not None and speed < gain * best_speed:  # perhaps by a hiccup: ask again
+            speed = _samples_per_s(step, size)
         if speed is None:
             limit = size // 2
             gc.collect()
@@ -1298,14 +1300,15 @@ def load_checkpoint(args, data):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state = torch.load(file, map_location="cpu", weights_only=True)
-        flags = state["ptspeed"]
+        before = [state["ptspeed"][flag] for flag in _flags(args, data)]
+        if type(state["epoch"]) is not int or type(state["batch_size"]) is not int:
+            raise ValueError("no whole number of epochs")
     except Exception as error:
         raise BadInput(f"--checkpoint {file} is damaged or not ptspeed's ({type(error).__name__}):"
                        " move it away, or name another file")
-    for flag, now in _flags(args, data).items():
-        if flags[flag] != now:
-            raise BadInput(f"--{flag} is {now}, but --checkpoint {file} was written with"
-                           f" {flags[flag]}")
+    for (flag, now), then in zip(_flags(args, data).items(), before):
+        if now != then:
+            raise BadInput(f"--{flag} is {now}, but --checkpoint {file} was written with {then}")
     return state
 
 
@@ -1322,10 +1325,10 @@ def restore(args, state, job):
         job.bare.load_state_dict(state["model"])
         groups = job.optimizer.state_dict()["param_groups"]  # rates are recomputed, not loaded
         job.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
-    except (RuntimeError, ValueError) as error:
+        if state["scaler"]:
+            job.amp.scaler.load_state_dict(state["scaler"])
+    except Exception as error:
         raise BadInput(f"--checkpoint {args.checkpoint} holds another model: {_one_line(error)}")
-    if state["scaler"]:
-        job.amp.scaler.load_state_dict(state["scaler"])
     return state["epoch"]
 
 
