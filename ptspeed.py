@@ -1044,12 +1044,14 @@ def place_model(args, bare, device):
     """Puts the bare model on its device or devices; returns it with what goes around it."""
     if args.channels_last and all(p.dim() != 5 for p in bare.parameters()):  # no 3-d convolution
         bare.to(memory_format=torch.channels_last)
-    model = Normalize(bare.to(device), channels_last=args.channels_last)
     if args.parallel == "split":
-        n = torch.accelerator.device_count()
+        n = 0 if device.type == "cpu" else torch.accelerator.device_count()
         stages = cut(bare, max(2, n))
-        devices = [f"{device.type}:{i}" if n > 1 else device for i in range(len(stages))]
-        model.model = split_model(stages, devices)
+        placed = split_model(stages, [f"{device.type}:{i}" if n > 1 else device
+                                      for i in range(len(stages))])
+    else:
+        placed = bare.to(device)
+    model = Normalize(placed, channels_last=args.channels_last)
     if args.compile:  # in place and before DDP, whose wrapper would hide the model from it
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
         model.compile()
@@ -1254,16 +1256,17 @@ def report(args, summary):
 
 def reset_peak_memory():
     """Starts peak_memory_mb() anew."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    for gpu in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(gpu)
     with contextlib.suppress(OSError):  # VmHWM; ru_maxrss would never fall, and is inherited
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_mb(device):
-    """Peak memory in MiB: of the GPU, else of this process on Linux, else None (not measured)."""
+    """Peak memory in MiB: of the GPUs, else of this process on Linux, else None (not measured)."""
     if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+        return round(sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+                     / 2**20, 1)
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

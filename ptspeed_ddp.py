@@ -92,7 +92,9 @@ def torchrun_store():
 
 def wrap(model):
     """Averages the gradients of all ranks while the backward pass goes on."""
-    return DistributedDataParallel(model)                           # DDP: wrap
+    model = DistributedDataParallel(model)                          # DDP: wrap
+    model.broadcast_buffers = False  # evaluate() does it once an epoch, not once a window
+    return model
 
 
 def spawned(rank, args, world, port, parent, began):
