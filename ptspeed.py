@@ -16,27 +16,14 @@ Words used throughout:
     amp        what mixed_precision() returned: `amp.autocast` and `amp.scaler`; None: plain float32
     rank       one of the `world` processes of a DistributedDataParallel (DDP) job
 """
-import argparse
 import collections
 import contextlib
 import copy
 import dataclasses
-import functools
 import gc
-import io
 import itertools
-import json
-import logging
 import math
 import os
-import pkgutil
-import random
-import shlex
-import shutil
-import socket
-import statistics
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -48,12 +35,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset,
-                              RandomSampler, Subset, TensorDataset, default_collate)
+                              RandomSampler, Subset, TensorDataset, default_collate,
+                              default_convert)
+
+# for Part II alone
+import argparse
+import functools
+import io
+import json
+import logging
+import pkgutil
+import random
+import re
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
 
 __version__ = "0.1.0"
 
 # ==================================================================================================
-# Part I: the techniques
+# Part I: the techniques, in the order in which a run meets them
 # ==================================================================================================
 
 
@@ -62,26 +66,22 @@ def pick_device(device=None):
 
     Raises: ValueError when it is unknown or absent.
     """
-    try:
-        device = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"unknown device {device!r}: try cpu or cuda:0") from None
-    if device is not None and device.type in ("cpu", "meta"):
-        return device
     here = torch.accelerator.is_available()  # current_accelerator() alone names absent ones
     accelerator = torch.accelerator.current_accelerator() if here else torch.device("cpu")
-    if device is None:
-        return accelerator
-    n = torch.accelerator.device_count() if device.type == accelerator.type else 0
-    if (device.index or 0) >= n:
-        raise ValueError(f"no device {device} here, but {n} of its kind: try {accelerator}")
+    try:
+        device = accelerator if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"unknown device {device!r}: try cpu or cuda:0") from None
+    if device.type not in ("cpu", "meta"):
+        n = torch.accelerator.device_count() if device.type == accelerator.type else 0
+        if (device.index or 0) >= n:
+            raise ValueError(f"no device {device} here, but {n} of its kind: try {accelerator}")
     return device
 
 
 def _device_of(model):
     """Where a model wants its input: the device of its first parameter."""
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    return next(model.parameters(), torch.empty(0)).device
 
 
 # ---- 1 DataLoader, 2 num_workers -----------------------------------------------------------------
@@ -109,7 +109,7 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
                          " it is they who choose the order")
     if num_workers is None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        num_workers = 0 if tensors else min(usable_cpus(ranks), 1 if stream else 10**6)
+        num_workers = 0 if tensors else 1 if stream else usable_cpus(ranks)
     if stream and num_workers > 1 and kwargs.get("worker_init_fn") is None:
         warnings.warn("1 worker for this IterableDataset: each further one would yield all of it"
                       " again; if it shards itself, pass a worker_init_fn to say so", stacklevel=2)
@@ -133,7 +133,8 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
             raise ValueError(f"{n} samples with batch_size {batch_size} and drop_last make no"
                              " batch at all: lower batch_size or leave drop_last out")
     if tensors and kwargs.get("collate_fn") is None:
-        dataset, kwargs["collate_fn"] = _WholeBatches(dataset, range(len(dataset))), _as_it_is
+        dataset = _WholeBatches(dataset, range(len(dataset)))
+        kwargs["collate_fn"] = default_convert  # these batches are whole already
     return _Loader(dataset, batch_size, sampler=sampler, num_workers=num_workers, **kwargs)
 
 
@@ -161,7 +162,7 @@ class _Loader(DataLoader):
     """A DataLoader that trusts the number of workers that it was given."""
 
     def check_worker_number_rationality(self):
-        """No warning: usable_cpus() counts better, and --compare tries more workers on purpose."""
+        """No warning: usable_cpus() counts better, and a caller may try more on purpose."""
 
 
 class _WholeBatches(Subset):
@@ -172,11 +173,6 @@ class _WholeBatches(Subset):
         while type(dataset) is Subset:
             dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
         return dataset[torch.as_tensor(indices)]  # a list of tensors would index dimensions
-
-
-def _as_it_is(batch):
-    """The collate_fn of batches that are whole already."""
-    return batch
 
 
 def usable_cpus(local_world_size=1, *, root="/"):
@@ -330,20 +326,19 @@ def to_gpu(obj, device=None):
 
 
 def _map(fn, obj, *others):
-    """Applies fn in a nesting (in parallel to several alike), deeper where it is NotImplemented."""
+    """Rebuilds a nesting with fn applied to what it accepts; NotImplemented means: look inside.
+
+    Several nestings of one structure are taken apart together, for an fn of several arguments.
+    """
     done = fn(obj, *others)
     if done is not NotImplemented:
         return done
     if isinstance(obj, tuple):
         items = [_map(fn, *group) for group in zip(obj, *others)]
         return obj._make(items) if hasattr(obj, "_make") else type(obj)(items)
-    if isinstance(obj, list):
+    if isinstance(obj, (list, dict, collections.UserDict)):
         new = copy.copy(obj)
-        new[:] = [_map(fn, *group) for group in zip(obj, *others)]
-        return new
-    if isinstance(obj, (dict, collections.UserDict)):
-        new = copy.copy(obj)
-        for key in obj:
+        for key in range(len(obj)) if isinstance(obj, list) else obj:
             new[key] = _map(fn, obj[key], *[o[key] for o in others])
         return new
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -372,7 +367,8 @@ def mixed_precision(device, dtype="auto"):
         torch.float16, or None for off.
     Returns: Amp(autocast, scaler); the scaler is on for float16 alone.
     Raises: ValueError for an absent device or another dtype.
-    Limits: float16 convolutions on a CPU are about 100 times slower (so never "auto").
+    Limits: float16 convolutions on a CPU are far slower (56 to 130 times with torch 2.14 on 2
+        cores), so "auto" never chooses them.
     Source: Micikevicius et al. 2017, arXiv 1710.03740; PyTorch AMP notes.
     """
     device = pick_device(device)
@@ -380,11 +376,10 @@ def mixed_precision(device, dtype="auto"):
         emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(
             including_emulation=False)
         dtype = torch.float16 if emulated else torch.bfloat16
-    if dtype is None or dtype is torch.float32:
-        return Amp(contextlib.nullcontext(), torch.amp.GradScaler(device.type, enabled=False))
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"mixed precision is 'auto', bfloat16, float16 or None, not {dtype!r}")
-    return Amp(torch.autocast(device.type, dtype),
+    off = dtype in (None, torch.float32)
+    return Amp(contextlib.nullcontext() if off else torch.autocast(device.type, dtype),
                torch.amp.GradScaler(device.type, enabled=dtype is torch.float16))
 
 
@@ -415,25 +410,45 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
         one all-reduce of the gradients for the window.
     Raises: ValueError for a window without a target; FloatingPointError when the gradient's norm
         is not finite (float32, bfloat16), or when the scaler has skipped until nothing is left.
-    Limits: BatchNorm sees micro-batches. max_norm and float16 read the device once per step.
+    Limits: BatchNorm sees micro-batches. max_norm and float16 wait for the device in every step.
     Source: PyTorch AMP notes; Li et al. 2020, arXiv 2006.15704 (no_sync).
     """
     amp = amp or mixed_precision("cpu", None)
     batches = list(batches)
     counts = [_count_targets(batch, count) for batch in batches]
-    window = _WindowTargets(model, sum(counts))
+    local, device, ddp = sum(counts), _device_of(model), isinstance(model, DistributedDataParallel)
+    total, world, wait = _all_targets(model, local) if ddp else (local, 1, lambda: None)
+    if not local:
+        wait()
+        if not total:
+            raise ValueError("this window holds no target at all: nothing to learn from")
     # A micro-batch without targets has the mean 0/0: it is left out, so it cannot poison the rest.
     todo = [pair for pair in zip(batches, counts) if pair[1]] or [(batches[-1], 0)]
-    loss, device = 0.0, _device_of(model)
+    mean = 0.0  # of this rank's losses
     try:
         for i, (batch, n) in enumerate(todo, 1):
-            with _no_sync(model, i < len(todo)):
-                loss = loss + _forward_backward(model, to_gpu(batch, device), loss_fn, amp, n,
-                                                window)
-        loss = loss / window.share(window.local) if window.local else loss  # of this rank alone
-        return StepResult(loss.float(), window.local, *_update(optimizer, amp, max_norm))
+            with model.no_sync() if ddp and i < len(todo) else contextlib.nullcontext():
+                with amp.autocast:
+                    loss = loss_fn(model, to_gpu(batch, device))
+                if n == 0:  # under DDP the others wait for this rank's gradient: 0, not 0 * nan
+                    loss = sum(p.flatten()[:0].sum() for p in model.parameters()
+                               if p.requires_grad)
+                wait()  # for the other ranks' counts, on their way during the first forward
+                loss = _at_least_float32(loss) * (n * world / total)  # DDP will divide by world
+                amp.scaler.scale(loss).backward()
+                mean = mean + loss.detach()
+        mean = mean / (local * world / total) if local else mean
+        return StepResult(mean.float(), local, *_update(optimizer, amp, max_norm))
     finally:
         optimizer.zero_grad()  # after an error too, so that nothing leaks into the next window
+
+
+def _all_targets(ddp, n):
+    """Starts to add up n over all ranks: (the sum to be, the ranks, what to wait with)."""
+    # full(), not tensor(): a fill on the device, where a copy would wait for it
+    total = torch.full((), float(n), dtype=torch.float64, device=_device_of(ddp))
+    work = dist.all_reduce(total, group=ddp.process_group, async_op=True)
+    return total, dist.get_world_size(ddp.process_group), work.wait
 
 
 def _count_targets(batch, count):
@@ -451,48 +466,6 @@ def _count_targets(batch, count):
         raise ValueError("cannot tell how many targets this batch holds, as its first field is no"
                          " tensor with a batch dimension: pass count=..., a function of the batch")
     return len(first)
-
-
-class _WindowTargets:
-    """The targets of a window: of this rank, and of all ranks while the first forward runs."""
-
-    def __init__(self, model, n):
-        self.local, self.total, self.world, self.work = n, n, 1, None
-        if isinstance(model, DistributedDataParallel):
-            # full(), not tensor(): a fill on the device, where a copy would wait for it
-            self.total = torch.full((), float(n), dtype=torch.float64, device=_device_of(model))
-            self.world = dist.get_world_size(model.process_group)
-            self.work = dist.all_reduce(self.total, group=model.process_group, async_op=True)
-        if not n and not self.sum():
-            raise ValueError("this window holds no target at all: nothing to learn from")
-
-    def sum(self):
-        """The number of targets on all ranks."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.total
-
-    def share(self, n):
-        """What n targets weigh in the window's mean; times world, as DDP divides by that."""
-        return n * self.world / self.sum()
-
-
-def _no_sync(model, yet):
-    """Keeps DDP from all-reducing as long as more is to come."""
-    ddp = isinstance(model, DistributedDataParallel)
-    return model.no_sync() if ddp and yet else contextlib.nullcontext()
-
-
-def _forward_backward(model, batch, loss_fn, amp, n, window):
-    """Adds the gradient of a batch of n targets, at its weight; returns its loss so weighted."""
-    with amp.autocast:
-        loss = loss_fn(model, batch)
-    if n == 0:  # only under DDP: others wait for this rank's gradient, a true zero and not 0 * nan
-        loss = sum(p.flatten()[:0].sum() for p in model.parameters() if p.requires_grad)
-    loss = _at_least_float32(loss) * window.share(n)
-    amp.scaler.scale(loss).backward()
-    return loss.detach()
 
 
 def _at_least_float32(x):
@@ -513,6 +486,7 @@ def _update(optimizer, amp, max_norm):
         scaler.update()
     elif scaler.is_enabled():  # skip: the norm may overflow where no single gradient does
         scaler.update(scale * scaler.get_backoff_factor())
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 0})  # as its own skip
     else:
         raise FloatingPointError(f"the gradient's norm is {grad_norm.item()}; the weights are"
                                  " untouched. Try a lower learning rate or a longer warm-up")
@@ -526,7 +500,7 @@ def _update(optimizer, amp, max_norm):
 class EpochResult(NamedTuple):
     """What train_epoch returns, over all ranks."""
     loss: float     # mean over all targets
-    samples: int    # targets seen
+    samples: int    # targets seen, skipped steps included (samples, for a classifier)
     steps: int      # optimizer steps tried, of which ...
     skipped: int    # ... so many were skipped by the scaler
     seconds: float
@@ -537,7 +511,8 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
                 max_norm=None, count=None, log_every=50, on_log=None):
     """One epoch of accumulate_step, the short last window included.
 
-    Why: nothing in it reads the device (and so waits for it) but the log, once in log_every steps.
+    Why: nothing in it reads the device (and so waits for it) but the log, once in log_every steps;
+        float16 and max_norm do, see accumulate_step.
     Args: loader: any iterable of batches; scheduler: moves with each step that really happened;
         on_log: on_log(step, loss, samples_per_s, wait), the loss being that since the last log.
     Returns: EpochResult.
@@ -549,65 +524,56 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
     if accum < 1 or log_every < 1:
         raise ValueError(f"need accum and log_every >= 1, got {accum} and {log_every}")
     model.train()
-    meter, waited, start = _Meter(model), 0.0, time.perf_counter()
-    batches = iter(loader)
+    batches, start, waited = iter(loader), time.perf_counter(), 0.0
+    pending, steps, skipped, totals = [], 0, 0, (0.0, 0.0, 0.0)
     while True:
         asked = time.perf_counter()
         window = list(itertools.islice(batches, accum))
         waited += time.perf_counter() - asked
         if window:
+            steps += 1
             try:
                 step = accumulate_step(model, window, loss_fn, optimizer, amp, max_norm=max_norm,
                                        count=count)
             except FloatingPointError as error:
-                number = meter.steps + len(meter.pending) + 1
-                raise FloatingPointError(f"step {number}: {error}") from error
+                raise FloatingPointError(f"step {steps}: {error}") from error
             if step.stepped and scheduler is not None:
                 scheduler.step()
-            meter.pending.append(step)
-        if meter.pending and (not window or len(meter.pending) == log_every):
-            loss = meter.read()
+            skipped += not step.stepped
+            pending.append(step)
+        if pending and (not window or len(pending) == log_every):
+            new, pending = _sums(pending, model, steps), []
+            totals = [a + b for a, b in zip(totals, new)]
             if on_log is not None:
                 seconds = time.perf_counter() - start
-                on_log(meter.steps, loss, meter.samples / seconds, waited / seconds)
+                on_log(steps, new[0] / (new[1] or math.nan), totals[2] / seconds, waited / seconds)
         if not window:
             break
-    if not meter.steps:
+    if not steps:
         raise ValueError("the loader yields no batch: the dataset is empty, or already used up")
     seconds = time.perf_counter() - start
-    return EpochResult(meter.loss_sum / (meter.targets or math.nan), meter.samples, meter.steps,
-                       meter.skipped, seconds, waited / seconds)
+    return EpochResult(totals[0] / (totals[1] or math.nan), int(totals[2]), steps, skipped,
+                       seconds, waited / seconds)
 
 
-class _Meter:
-    """Sums the losses of an epoch over all targets and ranks, with one device read per read()."""
+def _sums(results, model, last):
+    """(loss, targets, targets with skipped steps) of the results up to step `last`, of all ranks.
 
-    def __init__(self, model):
-        self.group = model.process_group if isinstance(model, DistributedDataParallel) else None
-        self.pending, self.steps, self.skipped, self.samples = [], 0, 0, 0
-        self.loss_sum = self.targets = 0.0
-
-    def read(self):
-        """Takes in the pending steps; returns their mean loss."""
-        steps, self.pending = self.pending, []
-        losses = torch.stack([s.loss if s.stepped else torch.zeros_like(s.loss) for s in steps])
-        counts = [[s.count for s in steps], [s.count * s.stepped for s in steps]]
-        counts = torch.tensor(counts, dtype=losses.dtype).to(losses.device)
-        table = torch.stack([losses * counts[1], counts[1], counts[0]])
-        if self.group is not None:
-            dist.all_reduce(table, group=self.group)
-        sums, targets, seen = table.tolist()
-        for i, total in enumerate(sums, self.steps + 1):
-            if not math.isfinite(total):
-                raise FloatingPointError(f"the loss of step {i} is {total}: try a lower learning"
-                                         " rate, a longer warm-up or max_norm, and look for bad"
-                                         " values in the data")
-        self.steps += len(steps)
-        self.skipped += sum(not s.stepped for s in steps)
-        self.samples += int(sum(seen))
-        self.loss_sum += sum(sums)
-        self.targets += sum(targets)
-        return sum(sums) / (sum(targets) or math.nan)
+    One device read, for any number of results.
+    """
+    losses = torch.stack([r.loss if r.stepped else torch.zeros_like(r.loss) for r in results])
+    counts = [[r.count * r.stepped for r in results], [r.count for r in results]]
+    counts = torch.tensor(counts, dtype=losses.dtype).to(losses.device)
+    table = torch.stack([losses * counts[0], *counts])
+    if isinstance(model, DistributedDataParallel):
+        dist.all_reduce(table, group=model.process_group)
+    table = table.tolist()
+    for step, loss in enumerate(table[0], last - len(results) + 1):
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of step {step} is {loss}: try a lower learning"
+                                     " rate, a longer warm-up or max_norm, and look for bad"
+                                     " values in the data")
+    return [sum(row) for row in table]
 
 
 @torch.no_grad()
@@ -625,11 +591,12 @@ def evaluate(model, loader, *, device=None, amp=None):
     amp = amp or mixed_precision("cpu", None)
     bare, group = model, None
     if isinstance(model, DistributedDataParallel):
-        bare, group = model.module, model.process_group  # its own forward broadcasts, which hangs
-        for buffer in bare.buffers():                    # when a rank has no sample
+        # DDP's own forward broadcasts, which hangs when a rank has no sample: so the bare module
+        bare, group = model.module, model.process_group
+        for buffer in bare.buffers():
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
     device = _device_of(bare) if device is None else pick_device(device)
-    precision = torch.float32 if device.type == "mps" else torch.float64
+    precision = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     totals = torch.zeros(3, dtype=precision, device=device)
     modes = [(module, module.training) for module in bare.modules()]
     bare.eval()
@@ -693,8 +660,8 @@ def split_model(stages, devices, *, chunks=1):
     if len(stages) != len(devices) or not stages or chunks < 1:
         raise ValueError(f"need one device per stage and chunks >= 1, got {len(stages)} stages,"
                          f" {len(devices)} devices and chunks={chunks}")
-    groups = [d if isinstance(d, (list, tuple)) else [d] for d in devices]
-    groups = [[pick_device(d) for d in group] for group in groups]
+    groups = [[pick_device(d) for d in (group if isinstance(group, (list, tuple)) else [group])]
+              for group in devices]
     owner = {}
     for stage, group in zip(stages, groups):
         place = group[0].type, group[0].index or 0
@@ -702,10 +669,8 @@ def split_model(stages, devices, *, chunks=1):
             if owner.setdefault(tensor, place) != place:
                 raise ValueError(f"{name} is tied between stages on {owner[tensor]} and {place}:"
                                  " put both on one device")
-    for stage, group in zip(stages, groups):
-        stage.to(group[0])
-    wrapped = [wrap_dataparallel(stage, group) for stage, group in zip(stages, groups)]
-    return _Split(wrapped, [group[0] for group in groups], chunks)
+    stages = [wrap_dataparallel(stage.to(group[0]), group) for stage, group in zip(stages, groups)]
+    return _Split(stages, [group[0] for group in groups], chunks)
 
 
 class _Split(nn.Module):
@@ -721,26 +686,22 @@ class _Split(nn.Module):
             for stage, device in zip(self.stages, self.devices):
                 part = stage(to_gpu(part, device))
             parts[i] = part
-        return parts[0] if len(parts) == 1 else _map(_cat, *parts)
+        return parts[0] if len(parts) == 1 else _map(
+            lambda *t: torch.cat(t) if isinstance(t[0], torch.Tensor) else NotImplemented, *parts)
 
 
 def _chunk(x, chunks):
     """Cuts every tensor in a nesting along its first dimension: a list of such nestings."""
+    def each(fn):  # fn of every tensor that has a first dimension
+        return _map(lambda t: fn(t) if isinstance(t, torch.Tensor) and t.dim() else NotImplemented,
+                    x)
+
     lengths = []
-    _map(lambda t: lengths.append(len(t)) if _has_batch(t) else NotImplemented, x)
+    each(lambda t: lengths.append(len(t)))
     if chunks > 1 and len(set(lengths)) > 1:
         raise ValueError(f"cannot cut tensors of different first dimensions {lengths} in chunks")
     n = max(1, min([chunks, *lengths]))
-    return [_map(lambda t: t.tensor_split(n)[i] if _has_batch(t) else NotImplemented, x)
-            for i in range(n)] if n > 1 else [x]
-
-
-def _has_batch(x):
-    return isinstance(x, torch.Tensor) and x.dim() > 0
-
-
-def _cat(*parts):
-    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) else NotImplemented
+    return [each(lambda t: t.tensor_split(n)[i]) for i in range(n)] if n > 1 else [x]
 
 
 # ==================================================================================================
@@ -748,12 +709,12 @@ def _cat(*parts):
 # ==================================================================================================
 
 
-class BadInput(Exception):
-    """Something that the user can mend: told in one line, exit status 2."""
-
-
 class RunFailed(Exception):
     """A run that cannot go on: told in one line, exit status 1."""
+
+
+class BadInput(RunFailed):
+    """Something that the user can mend: told in one line, exit status 2."""
 
 
 @contextlib.contextmanager
@@ -773,27 +734,25 @@ def told_in_one_line(prog, quiet=False):
         raise SystemExit(status) from None
 
 
+REMEDIES = (  # what torch reports obscurely, and what to do about it
+    ("Too many open files", "too many open files: raise the limit (ulimit -n 4096) or lower"
+     " --workers"),
+    ("shared memory|shm|Bus error", "a loader worker ran out of shared memory: enlarge /dev/shm or"
+     " use --workers 0"),
+    ("DataLoader worker.*(exited unexpectedly|killed)", "a loader worker was killed, often because"
+     " the host's memory ended: lower --workers"))
+
+
 def explain(error):
     """The line that tells an error, or None where its traceback tells more, and the exit status."""
+    text, status = " ".join(str(error).split()), 2 if isinstance(error, BadInput) else 1
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
-    known = isinstance(error, (BadInput, RunFailed, FloatingPointError))
-    message = str(error) if known else _remedy(error)
-    return message and " ".join(message.split()), 2 if isinstance(error, BadInput) else 1
-
-
-def _remedy(error):
-    """What to do about an error that torch reports obscurely, or None for any other error."""
-    text = str(error)
-    if is_out_of_memory(error):
-        return "out of memory: lower --batch-size and raise --accum by as much, or use --amp"
-    if "Too many open files" in text:
-        return "too many open files: raise the limit (ulimit -n 4096) or lower --workers"
-    if any(sign in text for sign in ("shared memory", "shm", "Bus error")):
-        return "a loader worker ran out of shared memory: enlarge /dev/shm or use --workers 0"
-    if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed" in text):
-        return f"{text.splitlines()[0]} Often the host's memory ended: lower --workers"
-    return None
+        text, status = "interrupted", 130
+    elif is_out_of_memory(error):
+        text = "out of memory: lower --batch-size and raise --accum by as much, or use --amp"
+    elif not isinstance(error, (RunFailed, FloatingPointError)):
+        text = next((remedy for sign, remedy in REMEDIES if re.search(sign, text)), None)
+    return text, status
 
 
 def _one_line(error):
@@ -802,6 +761,8 @@ def _one_line(error):
 
 # ---- flags ---------------------------------------------------------------------------------------
 
+# What is always on, as it costs nothing; --compare alone switches it off, to measure it.
+SWITCHES = dict.fromkeys(("whole_batches", "channels_last", "fused", "uint8", "detached"), True)
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -810,22 +771,18 @@ class _Parser(argparse.ArgumentParser):
         raise BadInput(message)
 
 
-def number(kind, low):
-    """An argparse type: a finite int or float of at least `low`."""
+def number(kind, low, *words):
+    """An argparse type: a finite int or float of at least `low`, or one of the words."""
     def parse(text):
         try:
-            value = kind(text)
+            value = text if text in words else kind(text)
+            if text in words or low <= value < 2**31:
+                return value
         except ValueError:
-            value = math.nan
-        if not low <= value < 2**31:
-            whole = "whole " * (kind is int)
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number from {low} on")
-        return value
+            pass
+        whole = "whole " if kind is int else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number from {low} on")
     return parse
-
-
-def _batch_size(text):
-    return text if text == "auto" else number(int, 1)(text)
 
 
 def _device(text):
@@ -839,30 +796,30 @@ def _device(text):
 
 def make_parser(prog="ptspeed.py"):
     """The flags that both programs share."""
-    p = _Parser(prog=prog, description="Train a classifier fast, and exactly.")
+    p = _Parser(prog=prog, description="Train a classifier fast, and exactly.",
+                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = p.add_argument
     add("--data", default="auto", help="auto, mnist, synthetic or package.module:function that"
-        " returns (train_set, test_set) (default: auto)")
-    add("--root", default="data", help="folder of MNIST in torchvision's layout (default: data)")
+        " returns (train_set, test_set)")
+    add("--root", default="data", help="folder of MNIST in torchvision's layout")
     add("--model", default="cnn", help="cnn, a name of torchvision.models, or"
-        " package.module:function (default: cnn)")
-    add("--epochs", type=number(int, 1), default=5, help="passes over the data (default: 5)")
-    add("--batch-size", type=_batch_size, default=64, metavar="N|auto", help="samples per device"
-        " and micro-batch, or the size where speed stops rising (default: 64)")
-    add("--accum", type=number(int, 1), default=1, help="micro-batches per step (default: 1)")
+        " package.module:function")
+    add("--epochs", type=number(int, 1), default=5, help="passes over the data")
+    add("--batch-size", type=number(int, 1, "auto"), default=64, metavar="N|auto",
+        help="samples per device and micro-batch, or the size where speed stops rising")
+    add("--accum", type=number(int, 1), default=1, help="micro-batches per step")
     add("--amp", nargs="?", const="auto", choices=DTYPES, help="mixed precision; alone: the"
-        " better one for the device (default: off)")
-    add("--workers", type=number(int, 0), help="loader processes (default: 0 for data in memory,"
-        " else the usable CPUs)")
+        " better one for the device")
+    add("--workers", type=number(int, 0), help="loader processes; None: 0 for data in memory, else"
+        " the usable CPUs")
     add("--lr", type=number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
-        " the global batch (default: 0.2)")
+        " the global batch")
     add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--device", type=_device, help="such as cpu or cuda:1 (default: the accelerator, or cpu)")
-    add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation"
-        " (default: 0)")
+    add("--device", type=_device, help="such as cpu or cuda:1; None: the accelerator, or else cpu")
+    add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation")
     add("--checkpoint", metavar="FILE", help="resume from FILE, write it after each epoch")
     add("--json", action="store_true", help="the summary as one JSON object on the last line")
-    p.set_defaults(parallel="none", whole_batches=True, channels_last=True, fused=True)
+    p.set_defaults(parallel="none", **SWITCHES)
     return p
 
 
@@ -903,9 +860,9 @@ def mnist(root):
 
     Raises: FileNotFoundError when it cannot be had, BadInput for a damaged file.
     """
-    from torchvision.datasets.mnist import MNIST, read_sn3_pascalvincent_tensor
-    files = [Path(root, "MNIST", "raw", f"{part}-{kind}-ubyte") for part in ("train", "t10k")
-             for kind in ("images-idx3", "labels-idx1")]
+    from torchvision.datasets.mnist import MNIST, read_image_file, read_label_file
+    files = [Path(root, "MNIST", "raw", f"{name}-ubyte") for name in (
+        "train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")]
     if not all(file.is_file() for file in files):
         timeout = socket.getdefaulttimeout()
         socket.setdefaulttimeout(20)
@@ -916,20 +873,17 @@ def mnist(root):
             raise FileNotFoundError(_one_line(error)) from None
         finally:
             socket.setdefaulttimeout(timeout)
-    tensors = []
-    for file in files:
+    sets = []
+    for file, read in zip(files, (read_image_file, read_label_file) * 2):
         try:
-            tensor = read_sn3_pascalvincent_tensor(str(file))
-            shape = (len(tensor), 28, 28) if "images" in file.name else (len(tensors[-1]),)
-            if tensor.shape != shape or tensor.dtype != torch.uint8 or not len(tensor):
-                raise ValueError(f"{list(tensor.shape)} where {list(shape)} was expected")
-            if "labels" in file.name and tensor.max() > 9:
-                raise ValueError(f"a label of {tensor.max()}")
+            sets.append(read(file))
+            if not (sets[-1].shape[1:] == (28, 28) and len(sets[-1]) if read is read_image_file
+                    else len(sets[-1]) == len(sets[-2]) and sets[-1].max() < 10):
+                raise ValueError("other shape or labels than MNIST's")
         except Exception as error:
             raise BadInput(f"{file} is damaged ({_one_line(error)}): delete it, and the next run"
                            " will fetch it again")
-        tensors.append(tensor if "images" in file.name else tensor.long())
-    return Data("mnist", TensorDataset(*tensors[:2]), TensorDataset(*tensors[2:]), 10)
+    return Data("mnist", TensorDataset(*sets[:2]), TensorDataset(*sets[2:]), 10)
 
 
 def synthetic(n_train=20_000, n_test=4_000):
@@ -957,9 +911,8 @@ def custom_data(spec):
     """The data of --data package.module:function."""
     if ":" not in spec:
         raise BadInput(f"--data {spec}: not auto, mnist, synthetic or package.module:function")
-    sets = _call("--data", spec)
     try:
-        train, test = sets
+        train, test = _call("--data", spec)
         if not len(train) or not len(test):
             raise ValueError("an empty set")
     except (TypeError, ValueError) as error:
@@ -1007,9 +960,9 @@ def build_model(args, data):
                        " an attribute `classes` or `targets`")
     if args.model == "cnn":
         return cnn(data.classes)
-    aux = {"aux_logits": False, "init_weights": True}  # else the output is a tuple of logits
-    aux = aux if args.model in ("googlenet", "inception_v3") else {}
-    return models.get_model(args.model, weights=None, num_classes=data.classes, **aux)
+    tuples = args.model in ("googlenet", "inception_v3")  # what they return unless told otherwise
+    return models.get_model(args.model, weights=None, num_classes=data.classes,
+                            **{"aux_logits": False, "init_weights": True} if tuples else {})
 
 
 DIGITS, PHOTOS = (0.1307, 0.3081), (0.449, 0.226)  # mean and std of MNIST and of ImageNet, of 1
@@ -1021,11 +974,11 @@ class Normalize(nn.Module):
     So images cross to the device as bytes, a quarter of the size of float32.
     """
 
-    def __init__(self, model, channels_last=True):
+    def __init__(self, model):
         super().__init__()
-        conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-        self.model, self.channels = model, conv.in_channels if conv is not None else 0
-        self.channels_last = channels_last
+        self.model = model
+        convs = (m for m in model.modules() if isinstance(m, nn.Conv2d))
+        self.channels = next((conv.in_channels for conv in convs), 0)
 
     def forward(self, x):
         if x.dim() == 3 and self.channels:  # [N, H, W]
@@ -1035,8 +988,6 @@ class Normalize(nn.Module):
             x = x.float().sub_(255 * mean).div_(255 * std)
         if x.dim() == 4 and x.shape[1] == 1 and self.channels == 3:
             x = x.expand(-1, 3, -1, -1)
-        if x.dim() == 4 and self.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
         return self.model(x)
 
 
@@ -1051,11 +1002,16 @@ def place_model(args, bare, device):
                                       for i in range(len(stages))])
     else:
         placed = bare.to(device)
-    model = Normalize(placed, channels_last=args.channels_last)
+    model = Normalize(placed)
+    if args.parallel == "dp":
+        if args.compile:
+            raise BadInput("--compile does not go with --parallel dp, whose copies would all run"
+                           " the first one's weights")
+        return wrap_dataparallel(model, [] if device.type == "cpu" else None)
     if args.compile:  # in place and before DDP, whose wrapper would hide the model from it
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "no CUDA runtime"
         model.compile()
-    return wrap_dataparallel(model) if args.parallel == "dp" else model
+    return model
 
 
 def cut(model, n):
@@ -1092,48 +1048,47 @@ def check_model(args, data, model, device):
 # ---- the training job ----------------------------------------------------------------------------
 
 
-class Job(NamedTuple):
-    """What a set of flags makes of a model and its data."""
-    device: torch.device
-    bare: nn.Module     # what is saved and loaded; whatever goes around it shares its parameters
-    model: nn.Module
-    sampler: Shuffle
-    loader: DataLoader
-    optimizer: torch.optim.Optimizer
-    amp: Amp
+class Job:
+    """What a set of flags makes of a model and its data; BadInput when the two do not fit."""
 
-
-def make_job(args, data, rank=0, world=1):
-    """Builds the job of one process; raises BadInput when model and data do not fit."""
-    device = pick_device(args.device)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    bare = build_model(args, data)
-    model = place_model(args, bare, device)
-    check_model(args, data, model, device)
-    sampler = Shuffle(data.train, world, rank, args.seed)  # DDP: sampler
-    if not len(sampler):
-        raise BadInput(f"--data {data.name}: {len(data.train)} samples for {world} ranks")
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in bare.modules())
-    lone = norms and len(sampler) % args.batch_size == 1 < len(sampler)  # it has no variance
-    train = data.train if args.whole_batches else PerSample(data.train)
-    loader = make_loader(train, args.batch_size, sampler=sampler, num_workers=args.workers,
-                         device=device, drop_last=lone)
-    optimizer = torch.optim.SGD(bare.parameters(), lr=args.lr, momentum=0.9, fused=args.fused)
-    return Job(device, bare, model, sampler, loader, optimizer,
-               mixed_precision(device, DTYPES.get(args.amp)))
+    def __init__(self, args, data, rank=0, world=1):
+        self.device = device = pick_device(args.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+            torch.set_float32_matmul_precision("high")
+        self.bare = build_model(args, data)  # is saved and loaded; what goes around it shares its
+        self.model = place_model(args, self.bare, device)  # parameters
+        check_model(args, data, self.model, device)
+        self.sampler = Shuffle(data.train, world, rank, args.seed)  # DDP: sampler
+        n = len(self.sampler)
+        if not n:
+            raise BadInput(f"--data {data.name}: {len(data.train)} samples for {world} ranks")
+        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.bare.modules())
+        self.loader = make_loader(
+            data.train if args.whole_batches else PerSample(data.train), args.batch_size,
+            sampler=self.sampler, num_workers=args.workers, device=device,
+            drop_last=norms and n > 1 and n % args.batch_size == 1)  # one sample has no variance
+        self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=args.lr, momentum=0.9,
+                                         fused=args.fused)
+        self.amp = mixed_precision(device, DTYPES.get(args.amp))
 
 
 def auto_batch_size(args, data):
     """--batch-size auto: the size at which a copy of the job is fastest, the least of all ranks."""
-    job = make_job(changed(args, batch_size=1), data)
-    some = default_collate([data.train[i] for i in range(min(256, len(data.train)))])
+    job, limit = Job(changed(args, batch_size=1), data), min(8192, len(data.train))
+    job.model.train()
+    samples = default_collate([data.train[i] for i in range(min(256, limit))])
+
+    @functools.lru_cache(1)
+    def batch(n):
+        parts = [torch.cat([part] * math.ceil(n / len(part)))[:n] for part in samples]
+        return to_gpu(parts, job.device)
 
     def step(n):
-        batch = [torch.cat([part] * math.ceil(n / len(part)))[:n] for part in some]
-        amp_step(job.model, batch, classify, job.optimizer, job.amp)
+        amp_step(job.model, batch(n), classify, job.optimizer, job.amp)
 
-    size = torch.tensor(find_batch_size(step, limit=min(8192, len(data.train))), device=job.device)
+    # from 2 on, as BatchNorm may have no variance in a lone sample
+    size = torch.tensor(find_batch_size(step, start=min(2, limit), limit=limit), device=job.device)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(size, dist.ReduceOp.MIN)  # DDP: on one rank memory may end earlier
     return int(size)
@@ -1157,11 +1112,10 @@ def seed_everything(seed, epoch, rank):
 
 def from_rank_0(value):
     """Rank 0's value on every rank, which all wait for; the value itself in a single process."""
+    box = [value]
     if dist.is_available() and dist.is_initialized():
-        value = [value]
-        dist.broadcast_object_list(value)
-        value = value[0]
-    return value
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 START = """\
@@ -1185,14 +1139,15 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
     state = from_rank_0(load_checkpoint(args, data) if rank == 0 else None)
     if args.batch_size == "auto":
-        args.batch_size = state["batch_size"] if state else auto_batch_size(args, data)
-    job = make_job(args, data, rank, world)
+        found = state["batch_size"] if state else auto_batch_size(args, data)
+        args = changed(args, batch_size=found)
+    job = Job(args, data, rank, world)
     model = wrap(job.model)
     share = range(rank, len(data.test), world)  # unlike the training share, complete
     test_loader = make_loader(data.test, args.batch_size, sampler=share, num_workers=args.workers,
                               device=job.device)
     first = restore(args, state, job)
-    summary = describe(args, data, job, world)
+    summary = summarize(args, data, job, world)
     say(START.format(**{**summary, "amp": summary["amp"] or "float32"}, backend=backend,
                      base_lr=args.lr, n_train=len(data.train), n_test=len(data.test)))
     for group in job.optimizer.param_groups:
@@ -1213,7 +1168,7 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
         results.append(train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
                                    amp=job.amp, scheduler=schedule, on_log=live))
         evaluated = evaluate(model, test_loader, amp=job.amp)
-        if rank == 0:
+        if rank == 0 and args.checkpoint:
             save_checkpoint(args, data, job, epoch + 1)
         from_rank_0(None)  # DDP: nobody goes on before the file is there
         r = results[-1]
@@ -1221,28 +1176,23 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
                          r.wait, _mb(peak_memory_mb(job.device)), r.skipped))
     if not results:
         say(f"{args.checkpoint} is finished: {first} of {args.epochs} epochs are done")
-    return finish(summary, results, evaluated or evaluate(model, test_loader, amp=job.amp), job,
-                  began)
+    return summarize(args, data, job, world, results,
+                     evaluated or evaluate(model, test_loader, amp=job.amp), began)
 
 
-def describe(args, data, job, world):
-    """The part of the summary that is known before training."""
-    global_batch = args.batch_size * args.accum * world
+def summarize(args, data, job, world, results=(), evaluated=(math.nan, math.nan), began=0.0):
+    """The summary; speed and wait are of training alone, over all epochs of this run."""
+    global_batch, seconds = args.batch_size * args.accum * world, sum(r.seconds for r in results)
     dtype = getattr(job.amp.autocast, "fast_dtype", None)
     return {"device": str(job.device), "torch": torch.__version__, "data": data.name,
             "model": args.model, "params": sum(p.numel() for p in job.bare.parameters()),
             "batch_size": args.batch_size, "accum": args.accum, "world": world,
             "global_batch": global_batch, "lr": scale_lr(args.lr, global_batch),
             "amp": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype),
-            "workers": job.loader.num_workers, "epochs": args.epochs}
-
-
-def finish(summary, results, evaluated, job, began):
-    """The whole summary; speed and wait are of training alone, over all epochs of this run."""
-    seconds = sum(r.seconds for r in results) or 1.0
-    return {**summary, "loss": evaluated[0], "accuracy": evaluated[1],
-            "samples_per_s": sum(r.samples for r in results) / seconds,
-            "wait": sum(r.wait * r.seconds for r in results) / seconds,
+            "workers": job.loader.num_workers, "epochs": args.epochs,
+            "loss": evaluated[0], "accuracy": evaluated[1],
+            "samples_per_s": sum(r.samples for r in results) / (seconds or 1.0),
+            "wait": sum(r.wait * r.seconds for r in results) / (seconds or 1.0),
             "peak_memory_mb": peak_memory_mb(job.device),
             "skipped_steps": sum(r.skipped for r in results),
             "seconds": time.perf_counter() - began}
@@ -1256,7 +1206,7 @@ def report(args, summary):
 
 def reset_peak_memory():
     """Starts peak_memory_mb() anew."""
-    for gpu in range(torch.cuda.device_count()):
+    for gpu in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         torch.cuda.reset_peak_memory_stats(gpu)
     with contextlib.suppress(OSError):  # VmHWM; ru_maxrss would never fall, and is inherited
         Path("/proc/self/clear_refs").write_text("5")
@@ -1269,9 +1219,9 @@ def peak_memory_mb(device):
                      / 2**20, 1)
     try:
         status = Path("/proc/self/status").read_text()
-    except OSError:
+        return round(int(status.split("VmHWM:")[1].split()[0]) / 2**10, 1)
+    except (OSError, IndexError):
         return None
-    return round(int(status.split("VmHWM:")[1].split()[0]) / 2**10, 1)
 
 
 def _mb(mb):
@@ -1282,19 +1232,15 @@ def _mb(mb):
 
 
 def load_checkpoint(args, data):
-    """The contents of --checkpoint, or None when there is nothing yet.
-
-    Raises: BadInput for a place that cannot be written, a damaged file, and contradicting flags.
-    """
+    """The contents of --checkpoint, or None when there is nothing yet; BadInput if it is no use."""
     if not args.checkpoint:
         return None
-    file = Path(args.checkpoint)
+    file, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
     try:  # the place is tried before hours of training, not after
         if file.is_dir():
             raise IsADirectoryError("it is a folder")
-        with open(f"{file}.tmp", "wb"):
-            pass
-        os.remove(f"{file}.tmp")
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise BadInput(f"--checkpoint {file} cannot be written: {error.strerror or error}")
     if not file.exists():
@@ -1337,8 +1283,6 @@ def restore(args, state, job):
 
 def save_checkpoint(args, data, job, epoch):
     """Replaces --checkpoint in one step, so that there is a whole file at any moment."""
-    if not args.checkpoint:
-        return
     buffer, temporary = io.BytesIO(), f"{args.checkpoint}.tmp"
     torch.save({"ptspeed": _flags(args, data), "epoch": epoch, "batch_size": args.batch_size,
                 "model": job.bare.state_dict(), "optimizer": job.optimizer.state_dict()["state"],
@@ -1353,8 +1297,7 @@ def save_checkpoint(args, data, job, epoch):
         raise RunFailed(f"--checkpoint {args.checkpoint} cannot be saved: {error.strerror}; the"
                         " previous one is untouched") from None
     finally:
-        with contextlib.suppress(OSError):  # there no more, if all went well
-            os.remove(temporary)
+        Path(temporary).unlink(missing_ok=True)
 
 
 # ---- --compare: which of these pays here? --------------------------------------------------------
@@ -1381,20 +1324,18 @@ class Trial:
     """A variant of the job, which is nothing but its flags, under the stopwatch."""
 
     def __init__(self, args, data):
-        self.args, self.job, self.memory_mb = args, make_job(args, data), None
+        if args.batch_size == "auto":
+            args = changed(args, batch_size=auto_batch_size(args, data))
+        self.args, self.job, self.memory_mb = args, Job(args, data), None
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
-        began, self.speeds, self.windows_per_s = time.perf_counter(), [], 1.0
+        self.windows_per_s, began = 1.0, time.perf_counter()
         self.turn(0)
         self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's
         self.windows_per_s = self.turn(0) / (args.batch_size * args.accum)
-        self.speeds = []
 
     def loss_fn(self, model, batch):
-        """The job's loss; the naive loop moves floats, keeps the graph and reads in every step."""
-        x, y = batch
-        if not self.args.uint8 and x.dtype == torch.uint8:
-            x = x.float().div_(255)
-        loss = classify(model, (x, y))
+        """The job's loss; the naive loop keeps its graph and reads it in every step."""
+        loss = classify(model, batch)
         if not self.args.detached:
             self.total = self.total + loss
             self.total.item()
@@ -1406,37 +1347,47 @@ class Trial:
             next(self.batches)  # those that the workers fetched while others had their turn
         windows, self.total = max(1, round(seconds * self.windows_per_s)), 0.0
         some = itertools.islice(batches or self.batches, windows * self.args.accum)
+        if not self.args.uint8:
+            some = map(_as_float, some)
         reset_peak_memory()
         result = train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
                              accum=self.args.accum, amp=self.job.amp, log_every=windows)
-        peaks = [mb for mb in (self.memory_mb, peak_memory_mb(self.job.device)) if mb]
-        self.memory_mb = max(peaks, default=None)
-        self.speeds.append(result.samples / result.seconds)
-        return self.speeds[-1]
+        self.memory_mb = max(self.memory_mb or 0, peak_memory_mb(self.job.device) or 0) or None
+        return result.samples / result.seconds
 
 
-class DdpRun:
+def _as_float(batch):
+    """What most code moves to the device: four bytes where one would do."""
+    x, y = batch
+    return (x.float().div_(255) if x.dtype == torch.uint8 else x), y
+
+
+def flag_words(args, *left_out):
+    """The flags that differ from their defaults, as the words of a command line."""
+    words = []
+    for flag, default in vars(make_parser().parse_args([])).items():
+        value = getattr(args, flag)
+        if value != default and flag not in (*SWITCHES, *left_out):
+            words += [f"--{flag.replace('_', '-')}"] + [str(value)] * (value is not True)
+    return words
+
+
+def ddp_run(args, data):
     """One run of ptspeed_ddp.py at the same global batch, with the interface of a Trial."""
-    memory_mb, windows_per_s, first_s = None, math.inf, 0.0
-
-    def __init__(self, args, data):
-        world = args.world
-        flags = {"--world": world, "--batch-size": max(1, args.batch_size // world), "--epochs": 1,
-                 "--data": data.name, "--model": args.model, "--root": args.root,
-                 "--workers": args.workers // world}
-        command = [sys.executable, str(Path(__file__).with_name("ptspeed_ddp.py")), "--json"]
-        command += [str(word) for pair in flags.items() for word in pair]
-        command += ["--amp"] * bool(args.amp) + ["--device", "cpu"] * (args.device == "cpu")
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        except subprocess.TimeoutExpired:
-            raise RunFailed("an epoch takes over 60 s")
-        if done.returncode:
-            raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
-        self.args, self.speeds = args, [json.loads(done.stdout.splitlines()[-1])["samples_per_s"]]
-
-    def turn(self, seconds):
-        return self.speeds[0]
+    flags = changed(args, batch_size=max(1, args.batch_size // args.world), epochs=1, json=True,
+                    workers=args.workers // args.world, data=data.name, checkpoint=None,
+                    device="cpu" if args.device == "cpu" else None)
+    try:
+        done = subprocess.run([sys.executable, Path(__file__).with_name("ptspeed_ddp.py"),
+                               "--world", str(args.world), *flag_words(flags, "parallel")],
+                              capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise RunFailed("an epoch takes over 60 s")
+    if done.returncode:
+        raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
+    speed = json.loads(done.stdout.splitlines()[-1])["samples_per_s"]
+    return argparse.Namespace(args=args, memory_mb=None, windows_per_s=math.inf,
+                              turn=lambda seconds: speed)
 
 
 def judge(ratios):
@@ -1451,20 +1402,23 @@ def judge(ratios):
                                 else f"costs {100 * (1 - median):.0f} %")
 
 
+ROW = "{:<2}{:<36}{:>9}{:>12}{:>7}  {:<12} {}"
+
+
 class Comparison:
     """The kept set of techniques, and a row for each one tried."""
 
     def __init__(self, args, data, seconds=0.4, turns=7):
-        self.data, self.json, self.seconds, self.turns, self.rows = (
-            data, args.json, seconds, turns, [])
-        naive = changed(args, batch_size=32, accum=1, amp=None, workers=0, parallel="none",
-                        compile=False, whole_batches=not in_memory(data.train), fused=False,
-                        channels_last=False, uint8=False, detached=False)
-        self.kept = self.naive = Trial(naive, data)
+        self.data, self.json, self.seconds, self.turns = data, args.json, seconds, turns
+        naive = {**dict.fromkeys(SWITCHES, False), "whole_batches": not in_memory(data.train)}
+        self.kept = self.naive = Trial(changed(args, batch_size=32, accum=1, amp=None, workers=0,
+                                               parallel="none", compile=False, **naive), data)
         self.naive_speed = statistics.median([self.kept.turn(seconds) for _ in range(turns)])
+        self.rows = []
         if not self.json:
-            print(f"{'#':<2}{'technique':<36}{'samples/s':>9}{'ratio':>12}{'MiB':>7}  speed")
-        self.row("0", "the naive loop", "", self.naive_speed, memory_mb=self.kept.memory_mb)
+            print(ROW.format("#", "technique", "samples/s", "ratio", "MiB", "speed", ""))
+        self.row("0", "the naive loop", "", samples_per_s=self.naive_speed,
+                 peak_memory_mb=self.kept.memory_mb)
 
     def attempt(self, number, name, *, missing=None, make=Trial, keep=True, against=None, **flags):
         """Measures the kept set with other flags against the kept set; keeps them if they pay."""
@@ -1475,38 +1429,36 @@ class Comparison:
             trial = make(changed(self.kept.args, **flags), self.data)
             pair_s = sum(max(self.seconds, 1 / t.windows_per_s) for t in (trial, kept))
             turns = min(self.turns, max(3, int(30 / pair_s)))  # a row may take half a minute
-            ratios = [trial.turn(self.seconds) / kept.turn(self.seconds) for _ in range(turns)]
+            pairs = [(trial.turn(self.seconds), kept.turn(self.seconds)) for _ in range(turns)]
         except Exception as error:
             why = str(error) if isinstance(error, RunFailed) else _one_line(error)
+            name = name.format(changed(kept.args, **flags))
             return self.row(number, name, f"not here: {why}")
-        ratio, spread, verdict = judge(ratios)
+        ratio, spread, verdict = judge([speed / kept_speed for speed, kept_speed in pairs])
         if "accum" in flags and trial.memory_mb:  # judged by what it is for
-            less = trial.memory_mb / kept.memory_mb
-            verdict = "within noise" if abs(less - 1) <= 0.03 else (
-                f"pays {1 / less:.2f}x memory" if less < 1 else f"costs {less - 1:.0%} memory")
-        name += f", {trial.first_s:.0f} s to compile" * trial.args.compile
-        self.row(number, name, verdict, statistics.median(trial.speeds), ratio, spread,
-                 trial.memory_mb, turns)
+            verdict = judge([kept.memory_mb / trial.memory_mb] * 2)[2] + " (memory)"
+        if trial.args.compile:
+            name += f", {trial.first_s:.0f} s to compile"
+        self.row(number, name.format(trial.args), verdict, samples_per_s=statistics.median(next(zip(*pairs))),
+                 ratio=ratio, spread=spread, peak_memory_mb=trial.memory_mb, turns=turns)
         if keep and verdict.startswith("pays"):
             self.kept = trial
         return self.kept is trial
 
-    def row(self, number, name, verdict, speed=None, ratio=None, spread=None, memory_mb=None,
-            turns=None):
-        """Prints a row and keeps it for --json."""
-        self.rows.append({"technique": number, "name": name, "samples_per_s": speed, "ratio": ratio,
-                          "spread": spread, "peak_memory_mb": memory_mb, "verdict": verdict,
-                          "turns": turns})
+    def row(self, number, name, verdict, **figures):
+        """Keeps a row for --json, or else prints it."""
+        figures = {**dict.fromkeys(("samples_per_s", "ratio", "spread", "peak_memory_mb",
+                                    "turns")), **figures}
+        self.rows.append({"technique": number, "name": name, "verdict": verdict, **figures})
         if self.json:
             return
-        figures = (f"{'' if speed is None else f'{speed:,.0f}':>9}"
-                   f"{'' if ratio is None else f'{ratio:.2f} ±{spread:.2f}':>12}"
-                   f"{'' if memory_mb is None else f'{memory_mb:,.0f}':>7}")
-        bar = "#" * min(12, round(2 * (speed or 0) / self.naive_speed))
-        colour = {"pays": "\033[32m", "cost": "\033[31m"}.get(verdict[:4], "")
-        if colour and sys.stdout.isatty():
-            verdict = f"{colour}{verdict}\033[0m"
-        print(f"{number:<2}{name:<36}{figures}  {bar:<12} {verdict}", flush=True)
+        speed, ratio, spread, memory, _ = figures.values()
+        colour = {"pays": "\033[32m{}\033[0m", "cost": "\033[31m{}\033[0m"}.get(verdict[:4], "{}")
+        print(ROW.format(number, name, "" if speed is None else f"{speed:,.0f}",
+                         "" if ratio is None else f"{ratio:.2f} ±{spread:.2f}",
+                         "" if memory is None else f"{memory:,.0f}",
+                         "#" * min(12, round(2 * (speed or 0) / self.naive_speed)),
+                         colour.format(verdict) if sys.stdout.isatty() else verdict), flush=True)
 
     def techniques(self):
         """The rows, in the order of the nine and what came after them."""
@@ -1517,19 +1469,18 @@ class Comparison:
         workers = 1
         while self.attempt("2", f"workers: {workers}", workers=workers):
             workers *= 2
-        size = auto_batch_size(self.kept.args, self.data)
-        self.attempt("3", f"batch size {size}", batch_size=size)
-        size = self.kept.args.batch_size
-        self.attempt("4", f"accumulation 4 x {size // 4}, by its memory", batch_size=size // 4,
-                     accum=4, keep=False)
+        self.attempt("3", "batch size {0.batch_size}", batch_size="auto")
+        quarter = max(1, self.kept.args.batch_size // 4)
+        self.attempt("4", f"accumulation 4 x {quarter}, by its memory", batch_size=quarter, accum=4,
+                     keep=False)
         self.attempt("5", "loss detached, not read each step", detached=True)
-        self.attempt("6", "uint8, channels_last, non_blocking", uint8=True, channels_last=True)
+        self.attempt("6", "uint8 and channels_last", uint8=True, channels_last=True)
         self.attempt("7", "mixed precision", amp="auto")
         needs_2 = None if gpus > 1 else "needs 2 GPUs"
         self.attempt("8", "DataParallel", parallel="dp", missing=needs_2)
         self.attempt("8", "model split over devices", parallel="split", missing=needs_2)
         world = gpus or 2
-        self.attempt("9", f"DDP, {world} processes, one run", make=DdpRun, world=world, keep=False,
+        self.attempt("9", f"DDP, {world} processes, one run", make=ddp_run, world=world, keep=False,
                      missing=None if world > 1 else needs_2)
         self.attempt("+", "fused optimizer", fused=True)
         compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "c++")
@@ -1537,20 +1488,10 @@ class Comparison:
                      missing=None if shutil.which(compiler) else "needs a C++ compiler")
         self.attempt("=", "all that was kept, against naive", against=self.naive, keep=False)
 
-    def command(self):
-        """The command line with what was kept."""
-        args, words = self.kept.args, ["python ptspeed.py"]
-        defaults = make_parser().parse_args([])
-        for flag in ("data", "model", "device", "parallel"):
-            if getattr(args, flag) != getattr(defaults, flag):
-                words.append(f"--{flag} {shlex.quote(getattr(args, flag))}")
-        words.append(f"--batch-size {args.batch_size} --workers {args.workers}")
-        return " ".join(words + ["--amp"] * bool(args.amp) + ["--compile"] * args.compile)
-
 
 def bottleneck(args, data):
     """Times the loader alone, the step alone on one resident batch, and both."""
-    trial = Trial(changed(args, uint8=True, detached=True), data)
+    trial = Trial(args, data)
     loader = args.batch_size * measure(lambda: next(trial.batches), seconds=1)
     batch = to_gpu(next(trial.batches), trial.job.device)
     step = statistics.median([trial.turn(0.4, itertools.repeat(batch)) for _ in range(3)])
@@ -1562,7 +1503,7 @@ def bottleneck(args, data):
 
 def compare(args, data):
     """Switches the techniques on one after the other, keeps what pays, ends with the command."""
-    args.batch_size = 64 if args.batch_size == "auto" else args.batch_size
+    args = changed(args, batch_size=64 if args.batch_size == "auto" else args.batch_size)
     began, times = time.perf_counter(), bottleneck(args, data)
     if not args.json:
         print(times, flush=True)
@@ -1576,9 +1517,10 @@ def compare(args, data):
                       f" {torch.__version__}, model {args.model}, data {data.name}, n ="
                       f" {n if least == n else f'{least} to {n}'} turns of {table.seconds} s,"
                       f" {took:.0f} s in all")
-        print(json.dumps({"times": times, "rows": table.rows, "command": table.command(),
-                          "conditions": conditions}) if args.json
-              else f"{table.command()}\n{conditions}")
+        command = shlex.join(["python", "ptspeed.py", *flag_words(
+            table.kept.args, "root", "epochs", "checkpoint", "json")])
+        print(json.dumps({"times": times, "rows": table.rows, "command": command,
+                          "conditions": conditions}) if args.json else f"{command}\n{conditions}")
 
 
 def main(argv=None):

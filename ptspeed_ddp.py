@@ -103,7 +103,7 @@ def spawned(rank, args, world, port, parent, began):
     if os.getppid() != parent:                    # background jobs; the parent may be gone already
         os._exit(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, use_libuv=os.name != "nt")
     try:
         summary = train(args, rank, world, rank, world, store)
         if rank == 0:                                               # DDP: rank 0 speaks
@@ -128,9 +128,10 @@ def launch(args, world):
     args.data = data.name
     ptspeed.load_checkpoint(args, data)
     check = ptspeed.changed(args, device="cpu", compile=False, batch_size=1)
-    ptspeed.make_job(check, data, world=world)
+    ptspeed.Job(check, data, world=world)
     # DDP: no fixed port, so that two jobs never meet: the system chooses one for the parent's store
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                          use_libuv=os.name != "nt")  # of which Windows has none
     context = mp.spawn(spawned, (args, world, store.port, os.getpid(), began), nprocs=world,
                        join=False)                                  # DDP: spawn
     try:

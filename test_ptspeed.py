@@ -1021,7 +1021,7 @@ def test_a_damaged_mnist_file_is_named_in_one_line(job, small_mnist, damage, nam
     "--model test_ptspeed:returns_nothing", "--model test_ptspeed:image_data", "--data nonsense",
     "--data nothing:here", "--data test_ptspeed:returns_nothing", "--data :", "--model :",
     "--model alexnet", "--model cnn --data test_ptspeed:tiny_data", "--checkpoint /nowhere/file",
-    "--parallel split --model resnet18"])
+    "--parallel split --model resnet18", "--parallel dp --compile"])
 def test_bad_input_is_one_line_and_exit_status_2(job, flags):
     status, out, err = job("--data", "synthetic", *flags.split())
     assert (status, len(err)) == (2, 1), err
@@ -1201,12 +1201,13 @@ def test_a_save_that_fails_names_the_path_and_leaves_the_previous_file(
 
 @pytest.mark.skipif(os.name == "nt", reason="no file size limit to set")
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_previous_file(job, tmp_path):  # K1
-    import resource
-    file, command = tmp_path / "file", [sys.executable, "ptspeed.py", *TINY, "--checkpoint"]
+    file = tmp_path / "file"
     assert job(*TINY, "--epochs", 1, "--checkpoint", file)[0] == 0
     before = file.read_bytes()
-    done = subprocess.run([*command, file], cwd=HERE, capture_output=True, text=True, preexec_fn=(
-        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)))
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) // 2},) * 2)"
+    code = f"import ptspeed, resource, sys; {limit}; ptspeed.main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, *TINY, "--checkpoint", file], cwd=HERE,
+                          capture_output=True, text=True)
     assert done.returncode == 1 and str(file) in done.stderr and done.stderr.count("\n") == 1
     assert file.read_bytes() == before and os.listdir(tmp_path) == ["file"]
 
