@@ -1439,8 +1439,9 @@ class Comparison:
             verdict = judge([kept.memory_mb / trial.memory_mb] * 2)[2] + " (memory)"
         if trial.args.compile:
             name += f", {trial.first_s:.0f} s to compile"
-        self.row(number, name.format(trial.args), verdict, samples_per_s=statistics.median(next(zip(*pairs))),
-                 ratio=ratio, spread=spread, peak_memory_mb=trial.memory_mb, turns=turns)
+        speed = statistics.median(speed for speed, _ in pairs)
+        self.row(number, name.format(trial.args), verdict, samples_per_s=speed, ratio=ratio,
+                 spread=spread, peak_memory_mb=trial.memory_mb, turns=turns)
         if keep and verdict.startswith("pays"):
             self.kept = trial
         return self.kept is trial
