@@ -1205,7 +1205,8 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_previous_file(job, tmp_
     assert job(*TINY, "--epochs", 1, "--checkpoint", file)[0] == 0
     before = file.read_bytes()
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) // 2},) * 2)"
-    code = f"import ptspeed, resource, sys; {limit}; ptspeed.main(sys.argv[1:])"
+    code = (f"import ptspeed, resource, sys, torch.distributed.nn; {limit};"  # which writes a file
+            " ptspeed.main(sys.argv[1:])")
     done = subprocess.run([sys.executable, "-c", code, *TINY, "--checkpoint", file], cwd=HERE,
                           capture_output=True, text=True)
     assert done.returncode == 1 and str(file) in done.stderr and done.stderr.count("\n") == 1
