@@ -24,6 +24,7 @@ import gc
 import itertools
 import math
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -53,6 +54,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import zipfile
 
 __version__ = "0.1.0"
 
@@ -163,6 +165,16 @@ class _Loader(DataLoader):
 
     def check_worker_number_rationality(self):
         """No warning: usable_cpus() counts better, and a caller may try more on purpose."""
+
+    def __iter__(self):
+        """Workers are born deaf to Ctrl-C, which the main process gets, and then ends them."""
+        if not hasattr(signal, "pthread_sigmask"):
+            return super().__iter__()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _WholeBatches(Subset):
@@ -607,8 +619,8 @@ def evaluate(model, loader, *, device=None, amp=None):
                 logits = bare(x)
             logits, y = _at_least_float32(logits), y.to(logits.device)
             loss = F.cross_entropy(logits, y, reduction="sum")
-            right = (logits.argmax(1) == y).sum()
-            totals += torch.stack([loss, right, torch.full_like(loss, len(y))]).to(totals)
+            right, counted = (logits.argmax(1) == y).sum(), (y != -100).sum()  # as the loss counts
+            totals += torch.stack([loss, right, counted]).to(totals)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -731,12 +743,18 @@ def told_in_one_line(prog, quiet=False):
             raise
         if not (quiet and isinstance(error, (BadInput, FloatingPointError, KeyboardInterrupt))):
             print(f"{prog}: {message}", file=sys.stderr, flush=True)
+        if isinstance(error, OSError):  # Python flushes at its end, and would fail once more
+            sys.stdout = open(os.devnull, "w")
         raise SystemExit(status) from None
 
 
 REMEDIES = (  # what torch reports obscurely, and what to do about it
     ("Too many open files", "too many open files: raise the limit (ulimit -n 4096) or lower"
      " --workers"),
+    ("Broken pipe", "standard output was closed"),
+    ("No space left", "no space left on the device that output or temporary files go to"),
+    ("Expected to have finished reduction", "some parameters take no part in the loss, and DDP"
+     " waits for their gradients: take them out, or set requires_grad=False"),
     ("shared memory|shm|Bus error", "a loader worker ran out of shared memory: enlarge /dev/shm or"
      " use --workers 0"),
     ("DataLoader worker.*(exited unexpectedly|killed)", "a loader worker was killed, often because"
@@ -781,8 +799,15 @@ def number(kind, low, *words):
         except ValueError:
             pass
         whole = "whole " if kind is int else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number from {low} on")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a {whole}number from {low} to {2**31 - 1}")
     return parse
+
+
+def _file(text):
+    if not os.path.basename(text):
+        raise argparse.ArgumentTypeError(f"{text!r} names no file")
+    return os.path.realpath(text)  # a link stays a link
 
 
 def _device(text):
@@ -817,7 +842,8 @@ def make_parser(prog="ptspeed.py"):
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--device", type=_device, help="such as cpu or cuda:1; None: the accelerator, or else cpu")
     add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation")
-    add("--checkpoint", metavar="FILE", help="resume from FILE, write it after each epoch")
+    add("--checkpoint", type=_file, metavar="FILE", help="resume from FILE, write it after each"
+        " epoch")
     add("--json", action="store_true", help="the summary as one JSON object on the last line")
     p.set_defaults(parallel="none", **SWITCHES)
     return p
@@ -880,6 +906,8 @@ def mnist(root):
             if not (sets[-1].shape[1:] == (28, 28) and len(sets[-1]) if read is read_image_file
                     else len(sets[-1]) == len(sets[-2]) and sets[-1].max() < 10):
                 raise ValueError("other shape or labels than MNIST's")
+        except OSError as error:
+            raise BadInput(f"{file} cannot be read: {error.strerror}")
         except Exception as error:
             raise BadInput(f"{file} is damaged ({_one_line(error)}): delete it, and the next run"
                            " will fetch it again")
@@ -903,7 +931,7 @@ def _call(flag, spec):
     sys.path.insert(0, os.getcwd())
     try:
         return pkgutil.resolve_name(spec)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"{flag} {spec}: {_one_line(error)}")
 
 
@@ -911,14 +939,15 @@ def custom_data(spec):
     """The data of --data package.module:function."""
     if ":" not in spec:
         raise BadInput(f"--data {spec}: not auto, mnist, synthetic or package.module:function")
+    sets = _call("--data", spec)
     try:
-        train, test = _call("--data", spec)
-        if not len(train) or not len(test):
-            raise ValueError("an empty set")
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"--data {spec} must return (train_set, test_set), both with a length:"
-                       f" {_one_line(error)}")
-    classes = [_count_classes(dataset) for dataset in (train, test)]
+        train, test = sets
+        if any(isinstance(part, IterableDataset) or not len(part) for part in sets):
+            raise ValueError("an IterableDataset, or an empty set")
+        classes = [_count_classes(part) for part in sets]
+    except Exception as error:
+        raise BadInput(f"--data {spec} must return (train_set, test_set), both with a length and,"
+                       f" if they keep targets, class indices from 0 on: {_one_line(error)}")
     return Data(spec, train, test, None if None in classes else max(classes))
 
 
@@ -926,9 +955,12 @@ def _count_classes(dataset):
     """From the `classes` or targets that a data set keeps; None when it keeps neither."""
     while hasattr(dataset, "dataset"):  # Subset
         dataset = dataset.dataset
-    if hasattr(dataset, "classes"):
-        return len(dataset.classes)
     targets = getattr(dataset, "targets", getattr(dataset, "tensors", [None])[-1])
+    if targets is not None and min(targets) < 0:
+        raise ValueError(f"a target of {int(min(targets))}")
+    known = getattr(dataset, "classes", None)
+    if known is not None:
+        return len(known)
     return None if targets is None else int(max(targets)) + 1
 
 
@@ -1033,16 +1065,23 @@ def classify(model, batch):
     return F.cross_entropy(_at_least_float32(logits), y.to(logits.device))
 
 
-def check_model(args, data, model, device):
-    """One forward of one batch, so that what cannot work is told before training starts."""
-    samples = [data.train[i] for i in range(min(2, len(data.train)))]
+def check_model(args, data, bare, device):
+    """Places the model and runs one forward of one batch of each set, in eval mode: what cannot
+    work is told before training starts. Returns what place_model returns."""
     try:
-        batch = to_gpu(default_collate(samples), device)
-        with torch.no_grad():
-            classify(model.eval(), batch)
+        model = place_model(args, bare, device).eval()
+        for part in (data.test, data.train):
+            batch = to_gpu(default_collate([part[i] for i in range(min(2, len(part)))]), device)
+            if not classify(model, batch).requires_grad:
+                raise ValueError("its loss depends on no parameter that can be trained")
+        if data.classes is not None and model(batch[0]).shape[1] < data.classes:
+            raise ValueError(f"fewer outputs than the {data.classes} classes")
+    except BadInput:
+        raise
     except Exception as error:
         raise BadInput(f"--model {args.model} cannot train on --data {data.name}:"
                        f" {_one_line(error)}")
+    return model
 
 
 # ---- the training job ----------------------------------------------------------------------------
@@ -1057,8 +1096,7 @@ class Job:
             torch.cuda.set_device(device.index or 0)
             torch.set_float32_matmul_precision("high")
         self.bare = build_model(args, data)  # is saved and loaded; what goes around it shares its
-        self.model = place_model(args, self.bare, device)  # parameters
-        check_model(args, data, self.model, device)
+        self.model = check_model(args, data, self.bare, device)  # parameters
         self.sampler = Shuffle(data.train, world, rank, args.seed)  # DDP: sampler
         n = len(self.sampler)
         if not n:
@@ -1068,9 +1106,21 @@ class Job:
             data.train if args.whole_batches else PerSample(data.train), args.batch_size,
             sampler=self.sampler, num_workers=args.workers, device=device,
             drop_last=norms and n > 1 and n % args.batch_size == 1)  # one sample has no variance
+        _check_shared_memory(self.loader, data)
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=args.lr, momentum=0.9,
                                          fused=args.fused)
         self.amp = mixed_precision(device, DTYPES.get(args.amp))
+
+
+def _check_shared_memory(loader, data):
+    """Workers that find /dev/shm full report nothing, and the job would wait for ever."""
+    if loader.num_workers and os.path.isdir("/dev/shm"):
+        x, _ = data.train[0]
+        size = x.nbytes if isinstance(x, torch.Tensor) else 0
+        need = size * loader.batch_size * loader.num_workers * loader.prefetch_factor
+        if shutil.disk_usage("/dev/shm").free < need:
+            raise RunFailed(f"/dev/shm has less than the {need / 2**20:,.1f} MiB free that"
+                            f" {loader.num_workers} workers need: enlarge it or use --workers 0")
 
 
 def auto_batch_size(args, data):
@@ -1168,6 +1218,9 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
         results.append(train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
                                    amp=job.amp, scheduler=schedule, on_log=live))
         evaluated = evaluate(model, test_loader, amp=job.amp)
+        if not math.isfinite(evaluated[0]):
+            raise FloatingPointError(f"the test loss is {evaluated[0]}: try a lower learning rate,"
+                                     " and look for bad values in the test set")
         if rank == 0 and args.checkpoint:
             save_checkpoint(args, data, job, epoch + 1)
         from_rank_0(None)  # DDP: nobody goes on before the file is there
@@ -1237,10 +1290,12 @@ def load_checkpoint(args, data):
         return None
     file, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
     try:  # the place is tried before hours of training, not after
-        if file.is_dir():
-            raise IsADirectoryError("it is a folder")
+        if file.exists() and not file.is_file():
+            raise OSError("it is no regular file")
+        left = temporary.exists()  # by a run that was killed: the next save replaces it
         temporary.touch()
-        temporary.unlink()
+        if not left:
+            temporary.unlink()
     except OSError as error:
         raise BadInput(f"--checkpoint {file} cannot be written: {error.strerror or error}")
     if not file.exists():
@@ -1248,13 +1303,15 @@ def load_checkpoint(args, data):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if zipfile.ZipFile(file).testzip():
+                raise ValueError("a checksum is wrong")  # which torch.load does not look at
             state = torch.load(file, map_location="cpu", weights_only=True)
         before = [state["ptspeed"][flag] for flag in _flags(args, data)]
-        if type(state["epoch"]) is not int or type(state["batch_size"]) is not int:
+        if not (type(state["epoch"]) is type(state["batch_size"]) is int and state["epoch"] >= 0):
             raise ValueError("no whole number of epochs")
     except Exception as error:
         raise BadInput(f"--checkpoint {file} is damaged or not ptspeed's ({type(error).__name__}):"
-                       " move it away, or name another file")
+                       " move it away, or name another file") from None
     for (flag, now), then in zip(_flags(args, data).items(), before):
         if now != then:
             raise BadInput(f"--{flag} is {now}, but --checkpoint {file} was written with {then}")
@@ -1277,7 +1334,8 @@ def restore(args, state, job):
         if state["scaler"]:
             job.amp.scaler.load_state_dict(state["scaler"])
     except Exception as error:
-        raise BadInput(f"--checkpoint {args.checkpoint} holds another model: {_one_line(error)}")
+        raise BadInput(f"--checkpoint {args.checkpoint} holds another model:"
+                       f" {_one_line(error)}") from None
     return state["epoch"]
 
 
@@ -1537,6 +1595,8 @@ def main(argv=None):
                        " this machine")
         args = p.parse_args(argv)
         data = load_data(args)
+        if args.compare and args.checkpoint:
+            raise BadInput("--compare trains nothing to the end: leave --checkpoint out")
         if args.compare:
             compare(args, data)
         else:

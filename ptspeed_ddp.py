@@ -103,6 +103,8 @@ def spawned(rank, args, world, port, parent, began):
     if os.getppid() != parent:                    # background jobs; the parent may be gone already
         os._exit(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    # loader workers start in the system's way again, not in the slow one of mp.spawn
+    mp.set_start_method(mp.get_all_start_methods()[0], force=True)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, use_libuv=os.name != "nt")
     try:
         summary = train(args, rank, world, rank, world, store)
@@ -112,12 +114,12 @@ def spawned(rank, args, world, port, parent, began):
         store.set(f"done {rank}", "")
     except BaseException as error:  # SystemExit too, which spawn would call a success
         if store.add("failures", 1) == 1:  # the others fail only because this one did
-            message, status = ptspeed.explain(error)
+            message, _ = ptspeed.explain(error)
             if isinstance(error, (SystemExit, KeyboardInterrupt)):
-                message, status = f"left early with {error!r}", 1
+                message = f"left early with {error!r}"
             told = message and (error.__suppress_context__ or error.__context__ is None)
             trace = "" if told else traceback.format_exc()
-            store.set("first", json.dumps([rank, message or repr(error), status or 1, trace]))
+            store.set("first", json.dumps([rank, message or repr(error), trace]))
         sys.stdout.flush()
         os._exit(1)
 
@@ -160,12 +162,15 @@ def failure(store, processes, rank):
         rank, code = killed[0]
         return ptspeed.RunFailed(f"rank {rank} was killed by {signal.Signals(-code).name}"
                                  " (by SIGKILL often because the host's memory ended)")
-    if not store.check(["first"]):
-        return ptspeed.RunFailed(f"rank {rank} left early, exit status {processes[rank].exitcode}")
-    rank, message, status, trace = json.loads(store.get("first"))
+    # A rank that reports an error exits with 1, so one that exits with 0 and is not done just left.
+    left = [r for r, p in enumerate(processes)
+            if p.exitcode == 0 and not store.check([f"done {r}"])]
+    if left or not store.check(["first"]):
+        return ptspeed.RunFailed(f"rank {(left or [rank])[0]} left early, without an error")
+    rank, message, trace = json.loads(store.get("first"))
     if trace:
         print(trace, file=sys.stderr, flush=True)
-    return (ptspeed.BadInput if status == 2 else ptspeed.RunFailed)(f"rank {rank}: {message}")
+    return ptspeed.RunFailed(f"rank {rank}: {message}")
 
 
 def main(argv=None):

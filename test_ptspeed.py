@@ -15,8 +15,10 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -922,6 +924,39 @@ def returns_nothing():
     return None
 
 
+def leaves():
+    sys.exit(0)
+
+
+def streams():
+    return Stream(), Stream()
+
+
+def with_targets(*targets):
+    train, test = tiny_data()
+    return TensorDataset(train.tensors[0][:len(targets)], torch.tensor(targets)), test
+
+
+def negative_data():
+    return with_targets(0, 1, -1)
+
+
+def three_classes():
+    return with_targets(0, 1, 2)
+
+
+def one_hot_data():
+    return with_targets([0, 1], [1, 0])
+
+
+def frozen():
+    return tiny_model().requires_grad_(False)
+
+
+def no_parameters():
+    return nn.Sequential(nn.Identity())
+
+
 def write_idx(path, data):
     """A tensor as a file of MNIST's format."""
     shape = b"".join(n.to_bytes(4, "big") for n in data.shape)
@@ -1021,7 +1056,14 @@ def test_a_damaged_mnist_file_is_named_in_one_line(job, small_mnist, damage, nam
     "--model test_ptspeed:returns_nothing", "--model test_ptspeed:image_data", "--data nonsense",
     "--data nothing:here", "--data test_ptspeed:returns_nothing", "--data :", "--model :",
     "--model alexnet", "--model cnn --data test_ptspeed:tiny_data", "--checkpoint /nowhere/file",
-    "--parallel split --model resnet18", "--parallel dp --compile"])
+    "--parallel split --model resnet18", "--parallel dp --compile", "--checkpoint=",
+    "--checkpoint .git/", "--checkpoint /dev/null", "--compare --checkpoint file",
+    "--data test_ptspeed:leaves", "--data test_ptspeed:streams",
+    "--data test_ptspeed:one_hot_data",
+    "--data test_ptspeed:negative_data",
+    "--data test_ptspeed:tiny_data --model test_ptspeed:frozen",
+    "--data test_ptspeed:tiny_data --model test_ptspeed:no_parameters",
+    "--data test_ptspeed:three_classes --model test_ptspeed:tiny_model"])
 def test_bad_input_is_one_line_and_exit_status_2(job, flags):
     status, out, err = job("--data", "synthetic", *flags.split())
     assert (status, len(err)) == (2, 1), err
@@ -1090,6 +1132,30 @@ def test_the_rate_warms_up_peaks_once_and_ends_near_0():
     assert 0 < rates[0] <= 0.1 and 0 < rates[-1] < 0.02 and ptspeed.lr_factor(0, 1) == 1.0
 
 
+class Masked(torch.utils.data.Dataset):
+    """Says whether its process is deaf to Ctrl-C."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no such signals")
+def test_ctrl_c_is_for_the_main_process_alone():
+    deaf = [list(make_loader(Masked(), 4, num_workers=n))[0].all().item() for n in (0, 1)]
+    assert deaf == [False, True] and not Masked()[0]
+
+
+def test_a_full_shared_memory_is_told_before_workers_wait_for_ever(job, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    status, out, err = job(*TINY, "--workers", 1)
+    assert (status, len(err)) == (1, 1) and "/dev/shm" in err[0]
+
+
 def test_a_batch_size_is_found_and_printed(job):
     status, out, err = job(*TINY, "--batch-size", "auto", "--json")
     assert status == 0 and 1 <= json.loads(out[-1])["batch_size"] <= 45
@@ -1147,6 +1213,17 @@ def test_compare_ends_with_a_command_that_runs(job, monkeypatch):
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def tiny_weight():
+    torch.manual_seed(0)
+    return tiny_model()[0].bias[:4].tolist()
+
+
+def flip(data, inside):
+    """One bit of a weight flipped, as a dying disk does."""
+    at = data.index(inside)
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1:]
 
 
 def same(a, b):
@@ -1214,10 +1291,11 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_previous_file(job, tmp_
 
 
 @each("damage", [lambda b: b"", lambda b: b[:-100], lambda b: b[:50], lambda b: b"hello\n",
-                 lambda b: pickle.dumps({"ptspeed": 1}), lambda b: b[:200] + bytes(99) + b[299:]])
+                 lambda b: pickle.dumps({"ptspeed": 1}), lambda b: b[:200] + bytes(99) + b[299:],
+                 lambda b: flip(b, struct.pack("<4f", *tiny_weight()))])
 def test_a_damaged_checkpoint_is_named_and_left_alone(job, tmp_path, damage):  # K2
     file = tmp_path / "file"
-    job(*TINY, "--epochs", 1, "--checkpoint", file)
+    job(*TINY, "--epochs", 1, "--lr", 0, "--checkpoint", file)
     file.write_bytes(damaged := damage(file.read_bytes()))
     status, out, err = job(*TINY, "--checkpoint", file)
     assert (status, len(err)) == (2, 1) and str(file) in err[0] and file.read_bytes() == damaged
