@@ -896,7 +896,7 @@ def mnist(root):
             with contextlib.redirect_stdout(None):
                 MNIST(root, download=True)
         except (OSError, RuntimeError) as error:
-            raise FileNotFoundError(_one_line(error)) from None
+            raise FileNotFoundError(str(error).splitlines()[0].rstrip(":")) from None
         finally:
             socket.setdefaulttimeout(timeout)
     sets = []

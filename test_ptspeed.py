@@ -1586,17 +1586,17 @@ def test_two_jobs_at_once_finish_and_files_move_between_worlds(job, tmp_path):  
     with socket.socket() as taken:
         with contextlib.suppress(OSError):
             taken.bind(("127.0.0.1", 29500))
-        file = tmp_path / "file"
-        one = ddp_job("--world", 2, "--checkpoint", file, "--epochs", 2, "--batch-size", 4)
-        two = ddp_job("--world", 2, "--json")
+        here, there = tmp_path / "written by one process", tmp_path / "written by ranks"
+        job(*TINY, "--checkpoint", here, "--epochs", 2)
+        one = ddp_job("--world", 2, "--checkpoint", there, "--epochs", 2, "--batch-size", 4)
+        two = ddp_job("--world", 2, "--checkpoint", here, "--json")
         results = [finish(process) for process in (one, two)]
     assert [(status, err) for status, out, err in results] == [(0, "")] * 2
     summary = json.loads(results[1][1][-1])
     assert (summary["world"], summary["global_batch"]) == (2, 16)
-    status, out, err = job(*TINY, "--checkpoint", file, "--json")  # epoch 3 of 3 in one process
+    assert sum(line.startswith("epoch") for line in results[1][1]) == 1  # the third of three
+    status, out, err = job(*TINY, "--checkpoint", there, "--json")
     assert (status, err) == (0, []) and sum(line.startswith("epoch") for line in out) == 1
-    status, out, err = finish(ddp_job("--world", 1, "--checkpoint", file, "--epochs", 4, "--json"))
-    assert status == 0 and json.loads(out[-1])["world"] == 1
 
 
 def test_torchrun_starts_the_ranks_and_its_world_wins():  # D8
