@@ -928,7 +928,7 @@ def synthetic(n_train=20_000, n_test=4_000):
 
 def _call(flag, spec):
     """Calls the package.module:function that a flag names."""
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(1, os.getcwd())  # behind this file's folder: another ptspeed.py may be there
     try:
         return pkgutil.resolve_name(spec)()
     except (Exception, SystemExit) as error:
