@@ -1160,6 +1160,15 @@ def seed_everything(seed, epoch, rank):
     return mixed
 
 
+def begin_epoch(args, job, epoch, rank, steps):
+    """Sets order, seeds and rates of an epoch from its number alone; returns the scheduler."""
+    job.sampler.set_epoch(epoch)  # DDP: set_epoch
+    job.loader.generator.manual_seed(seed_everything(args.seed, epoch, rank))
+    return torch.optim.lr_scheduler.LambdaLR(
+        job.optimizer, functools.partial(lr_factor, total=steps * args.epochs),
+        last_epoch=epoch * steps - 1)
+
+
 def from_rank_0(value):
     """Rank 0's value on every rank, which all wait for; the value itself in a single process."""
     box = [value]
@@ -1205,16 +1214,12 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
     steps = math.ceil(len(job.loader) / args.accum)
 
     def live(step, loss, samples_per_s, wait):
-        if sys.stdout.isatty():
+        if sys.stdout and sys.stdout.isatty():
             say(LIVE.format(step, steps, loss, samples_per_s, wait), end="\r")
 
     results, evaluated = [], None
     for epoch in range(first, args.epochs):
-        job.loader.generator.manual_seed(seed_everything(args.seed, epoch, rank))
-        job.sampler.set_epoch(epoch)  # DDP: set_epoch
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            job.optimizer, functools.partial(lr_factor, total=steps * args.epochs),
-            last_epoch=epoch * steps - 1)
+        schedule = begin_epoch(args, job, epoch, rank, steps)
         results.append(train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
                                    amp=job.amp, scheduler=schedule, on_log=live))
         evaluated = evaluate(model, test_loader, amp=job.amp)
