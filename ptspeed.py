@@ -379,8 +379,8 @@ def mixed_precision(device, dtype="auto"):
         torch.float16, or None for off.
     Returns: Amp(autocast, scaler); the scaler is on for float16 alone.
     Raises: ValueError for an absent device or another dtype.
-    Limits: float16 convolutions on a CPU are far slower (56 to 130 times with torch 2.14 on 2
-        cores), so "auto" never chooses them.
+    Limits: float16 is slow on a CPU (a step of cnn() takes 8 times as long as in bfloat16: torch
+        2.14, 2 cores, n = 5), so "auto" never chooses it there.
     Source: Micikevicius et al. 2017, arXiv 1710.03740; PyTorch AMP notes.
     """
     device = pick_device(device)
