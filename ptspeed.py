@@ -281,7 +281,8 @@ def find_batch_size(step, *, start=1, limit=8192, gain=1.05):
     best, best_speed, size = 0, 0.0, start
     while size > best:
         speed = _samples_per_s(step, size)
-        if speed is not None and speed < gain * best_speed:  # perhaps by a hiccup: ask again
+        if speed is not None and speed < gain * best_speed:  # by a busy machine? ask both again
+            best_speed = _samples_per_s(step, best) or best_speed
             speed = _samples_per_s(step, size)
         if speed is None:
             limit = size // 2
@@ -1162,8 +1163,7 @@ def auto_batch_size(args, data):
     def step(n):
         amp_step(job.model, batch(n), classify, job.optimizer, job.amp)
 
-    # from 2 on, as BatchNorm may have no variance in a lone sample
-    size = torch.tensor(find_batch_size(step, start=min(2, limit), limit=limit), device=job.device)
+    size = torch.tensor(find_batch_size(step, start=min(32, limit), limit=limit), device=job.device)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(size, dist.ReduceOp.MIN)  # DDP: on one rank memory may end earlier
     return int(size)
@@ -1417,6 +1417,7 @@ class Trial:
             args = changed(args, batch_size=auto_batch_size(args, data))
         self.args, self.job = args, Job(args, data)
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
+        self.stale = 2 * self.job.loader.num_workers  # what they fetch while others have their turn
         self.windows_per_s, began = 1.0, time.perf_counter()
         self.turn(0)
         self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's
@@ -1432,15 +1433,19 @@ class Trial:
 
     def turn(self, seconds, batches=None):
         """Trains for about that time; returns samples per second, loading included."""
-        for _ in range(0 if batches else 2 * self.job.loader.num_workers):
-            next(self.batches)  # those that the workers fetched while others had their turn
-        windows, self.total = max(1, round(seconds * self.windows_per_s)), 0.0
-        some = itertools.islice(batches or self.batches, windows * self.args.accum)
+        if self.stale and batches is None:
+            self.train(self.stale, self.batches)
+        windows = max(1, round(seconds * self.windows_per_s))
+        result = self.train(windows * self.args.accum, batches or self.batches)
+        return result.samples / result.seconds
+
+    def train(self, n, batches):
+        """train_epoch on the next n batches."""
+        self.total, some = 0.0, itertools.islice(batches, n)
         if not self.args.uint8:
             some = map(_as_float, some)
-        result = train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
-                             accum=self.args.accum, amp=self.job.amp, log_every=windows)
-        return result.samples / result.seconds
+        return train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
+                           accum=self.args.accum, amp=self.job.amp, log_every=n)
 
     def memory_mb(self):
         """Peak memory of one window in MiB."""
@@ -1479,8 +1484,8 @@ def ddp_run(args, data):
     if done.returncode:
         raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
     speed = json.loads(done.stdout.splitlines()[-1])["samples_per_s"]
-    return argparse.Namespace(args=args, windows_per_s=math.inf, turn=lambda seconds: speed,
-                              memory_mb=lambda: None)
+    return argparse.Namespace(args=args, windows_per_s=math.inf, stale=0, memory_mb=lambda: None,
+                              turn=lambda seconds: speed)
 
 
 def judge(ratios):
@@ -1520,7 +1525,8 @@ class Comparison:
             if missing:
                 raise RunFailed(missing)
             trial = make(changed(self.kept.args, **flags), self.data)
-            pair_s = sum(max(self.seconds, 1 / t.windows_per_s) for t in (trial, kept))
+            pair_s = sum(max(self.seconds, 1 / t.windows_per_s) + t.stale / t.windows_per_s
+                         for t in (trial, kept))
             turns = min(self.turns, max(3, int(30 / pair_s)))  # a row may take half a minute
             pairs = [(trial.turn(self.seconds), kept.turn(self.seconds)) for _ in range(turns)]
             memory = trial.memory_mb()
@@ -1588,10 +1594,12 @@ class Comparison:
 def bottleneck(args, data):
     """Times the loader alone, the step alone on one resident batch, and both."""
     trial = Trial(args, data)
-    loader = args.batch_size * measure(lambda: next(trial.batches), seconds=1)
+    n = trial.stale + 1  # more than may lie ready
+    loader = n * args.batch_size * measure(
+        lambda: collections.deque(itertools.islice(trial.batches, n), 0), seconds=1)
+    both = statistics.median([trial.turn(0.4) for _ in range(3)])
     batch = to_gpu(next(trial.batches), trial.job.device)
     step = statistics.median([trial.turn(0.4, itertools.repeat(batch)) for _ in range(3)])
-    both = statistics.median([trial.turn(0.4) for _ in range(3)])
     slower = "loading" if loader < step else "computing"
     return (f"the loader alone {loader:,.0f} samples/s, the step alone {step:,.0f}, both"
             f" {both:,.0f}: {slower} is the bottleneck")

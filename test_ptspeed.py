@@ -333,6 +333,14 @@ def test_the_size_is_where_throughput_stops_rising_or_the_limit(start, limit, fa
     assert max(step.sizes) == largest
 
 
+@each("after", range(9))
+def test_a_machine_that_becomes_busy_does_not_hide_the_gain_of_a_larger_batch(after, monkeypatch):
+    step, calls = Machine(monkeypatch, fast=64), itertools.count()
+    monkeypatch.setattr(ptspeed, "measure", lambda *args, **kwargs: step.measure(
+        *args, **kwargs) * (1 if next(calls) < after else 0.5))
+    assert find_batch_size(step) == 64
+
+
 @each("accum, world, adaptive, right", [(4, 8, False, 0.8), (4, 8, True, 0.1 * math.sqrt(8)),
                                         (4, 1, False, 0.1), (4, 1, True, 0.1)])
 def test_the_rate_follows_the_global_batch(accum, world, adaptive, right):  # B1
@@ -1222,7 +1230,7 @@ def test_without_glibc_memory_is_left_to_the_system(monkeypatch):
 
 class FakeTrial:
     """Its flags say how fast it is and what memory it needs; its speed is jittered by 5 %."""
-    windows_per_s, first_s, memory = math.inf, 0.0, 100.0
+    windows_per_s, stale, first_s, memory = math.inf, 0, 0.0, 100.0
 
     def __init__(self, args, data):
         self.args = args
