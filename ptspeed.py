@@ -1633,9 +1633,8 @@ def main(argv=None):
     reset_peak_memory()
     with told_in_one_line("ptspeed.py"):
         p = make_parser()
-        p.add_argument("--parallel", choices=("none", "dp", "split"), default="none",
-                       help="several GPUs in this process: DataParallel, or the model split over"
-                       " them (default: none)")
+        p.add_argument("--parallel", choices=("none", "dp", "split"), help="several GPUs in this"
+                       " process: DataParallel, or the model split over them")
         p.add_argument("--compare", action="store_true", help="measure which technique pays on"
                        " this machine")
         args = p.parse_args(argv)
