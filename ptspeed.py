@@ -1175,20 +1175,14 @@ def lr_factor(step, total):
     return min((step + 1) / warm_up, max(0, total - step) / max(1, total - warm_up))
 
 
-def seed_everything(seed, epoch, rank):
-    """What an epoch draws depends on these three alone, so that a resumed run draws the same."""
-    import numpy
-    mixed = random.Random(f"{seed} {epoch} {rank}").getrandbits(32)
-    random.seed(mixed)
-    numpy.random.seed(mixed)
-    torch.manual_seed(mixed)
-    return mixed
-
-
 def begin_epoch(args, job, epoch, rank, steps):
     """Sets order, seeds and rates of an epoch from its number alone; returns the scheduler."""
+    import numpy
     job.sampler.set_epoch(epoch)  # DDP: set_epoch
-    job.loader.generator.manual_seed(seed_everything(args.seed, epoch, rank))
+    mixed = random.Random(f"{args.seed} {epoch} {rank}").getrandbits(32)
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed,
+                 job.loader.generator.manual_seed):  # so that a resumed run draws the same
+        seed(mixed)
     return torch.optim.lr_scheduler.LambdaLR(
         job.optimizer, functools.partial(lr_factor, total=steps * args.epochs),
         last_epoch=epoch * steps - 1)
