@@ -1157,8 +1157,7 @@ def auto_batch_size(args, data):
 
     @functools.lru_cache(1)
     def batch(n):
-        parts = [torch.cat([part] * math.ceil(n / len(part)))[:n] for part in samples]
-        return to_gpu(parts, job.device)
+        return to_gpu([part[torch.arange(n) % len(part)] for part in samples], job.device)
 
     def step(n):
         amp_step(job.model, batch(n), classify, job.optimizer, job.amp)
