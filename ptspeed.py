@@ -1502,8 +1502,7 @@ class Comparison:
         self.rows = []
         if not self.json:
             print(ROW.format("#", "technique", "samples/s", "ratio", "MiB", "speed", "").rstrip())
-        self.row("0", "the naive loop", "", samples_per_s=self.naive_speed,
-                 peak_memory_mb=self.kept.memory_mb())
+        self.row("0", "the naive loop", "", self.naive_speed, memory=self.kept.memory_mb())
 
     def attempt(self, number, name, *, missing=None, make=Trial, keep=True, against=None, **flags):
         """Measures the kept set with other flags against the kept set; keeps them if they pay."""
@@ -1527,20 +1526,19 @@ class Comparison:
         if trial.args.compile:
             name += f", {trial.first_s:.0f} s to compile"
         speed = statistics.median(speed for speed, _ in pairs)
-        self.row(number, name.format(trial.args), verdict, samples_per_s=speed, ratio=ratio,
-                 spread=spread, peak_memory_mb=memory, turns=turns)
+        self.row(number, name.format(trial.args), verdict, speed, ratio, spread, memory, turns)
         if keep and verdict.startswith("pays"):
             self.kept = trial
         return self.kept is trial
 
-    def row(self, number, name, verdict, **figures):
+    def row(self, number, name, verdict, speed=None, ratio=None, spread=None, memory=None,
+            turns=None):
         """Keeps a row for --json, or else prints it."""
-        figures = {**dict.fromkeys(("samples_per_s", "ratio", "spread", "peak_memory_mb",
-                                    "turns")), **figures}
-        self.rows.append({"technique": number, "name": name, "verdict": verdict, **figures})
+        self.rows.append({"technique": number, "name": name, "verdict": verdict,
+                          "samples_per_s": speed, "ratio": ratio, "spread": spread,
+                          "peak_memory_mb": memory, "turns": turns})
         if self.json:
             return
-        speed, ratio, spread, memory, _ = figures.values()
         colour = {"pays": "\033[32m{}\033[0m", "cost": "\033[31m{}\033[0m"}.get(verdict[:4], "{}")
         line = ROW.format(number, name, "" if speed is None else f"{speed:,.0f}",
                           "" if ratio is None else f"{ratio:.2f} ±{spread:.2f}",
@@ -1603,7 +1601,7 @@ def compare(args, data):
         table.techniques()
     finally:  # also after Ctrl-C, for the rows that are done
         took, n = time.perf_counter() - began, table.turns
-        least = min([row["turns"] or n for row in table.rows], default=n)
+        least = min(row["turns"] or n for row in table.rows)
         conditions = (f"measured on {pick_device(args.device)}, {usable_cpus()} cores, torch"
                       f" {torch.__version__}, model {args.model}, data {data.name}, n ="
                       f" {n if least == n else f'{least} to {n}'} turns of {table.seconds} s,"
