@@ -97,10 +97,8 @@ def keep_freed_memory():
     Limits: holds for the whole process, which may need a tenth more memory. Not for GPU training.
     Source: mallopt(3); Performance Tuning Guide (memory allocators).
     """
-    return bool(_libc("mallopt", M_MMAP_MAX, 0) and _libc("mallopt", M_TRIM_THRESHOLD, -1))
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
+    mmap_max, trim_threshold = -4, -1  # from malloc.h
+    return bool(_libc("mallopt", mmap_max, 0) and _libc("mallopt", trim_threshold, -1))
 
 
 def _libc(function, *values):
