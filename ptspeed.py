@@ -150,11 +150,10 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
     if kwargs.get("batch_sampler") is not None:
         return _Loader(dataset, num_workers=num_workers, **kwargs)
     order = dataset if sampler is None else sampler
-    if kwargs.get("drop_last") and batch_size and hasattr(order, "__len__"):
-        n = len(order)
-        if n < batch_size:
-            raise ValueError(f"{n} samples with batch_size {batch_size} and drop_last make no"
-                             " batch at all: lower batch_size or leave drop_last out")
+    if (kwargs.get("drop_last") and batch_size and hasattr(order, "__len__")
+            and len(order) < batch_size):
+        raise ValueError(f"{len(order)} samples with batch_size {batch_size} and drop_last make no"
+                         " batch at all: lower batch_size or leave drop_last out")
     if tensors and kwargs.get("collate_fn") is None:
         dataset = _WholeBatches(dataset, range(len(dataset)))
         kwargs["collate_fn"] = default_convert  # these batches are whole already
