@@ -813,12 +813,11 @@ class _Parser(argparse.ArgumentParser):
 def number(kind, low, *words):
     """An argparse type: a finite int or float of at least `low`, or one of the words."""
     def parse(text):
-        try:
-            value = text if text in words else kind(text)
-            if text in words or low <= value < 2**31:
-                return value
-        except ValueError:
-            pass
+        if text in words:
+            return text
+        with contextlib.suppress(ValueError):
+            if low <= kind(text) < 2**31:
+                return kind(text)
         whole = "whole " if kind is int else ""
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a {whole}number from {low} to {2**31 - 1}")
