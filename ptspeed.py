@@ -467,10 +467,9 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
                     loss = sum(p.flatten()[:0].sum() for p in model.parameters()
                                if p.requires_grad)
                 wait()  # for the other ranks' counts, on their way during the first forward
-                loss = _at_least_float32(loss) * (n * world / total)  # DDP will divide by world
-                amp.scaler.scale(loss).backward()
-                mean = mean + loss.detach()
-        mean = mean / (local * world / total) if local else mean
+                loss = _at_least_float32(loss)
+                mean = mean + loss.detach() * (n / max(1, local))
+                amp.scaler.scale(loss * (n * world / total)).backward()  # DDP divides by world
         return StepResult(mean.float(), local, *_update(optimizer, amp, max_norm))
     finally:
         optimizer.zero_grad()  # after an error too, so that nothing leaks into the next window
