@@ -1419,17 +1419,16 @@ class Trial:
             self.total.item()
         return loss
 
-    def turn(self, seconds, batches=None):
+    def turn(self, seconds):
         """Trains for about that time; returns samples per second, loading included."""
-        if self.stale and batches is None:
-            self.train(self.stale, self.batches)
-        windows = max(1, round(seconds * self.windows_per_s))
-        result = self.train(windows * self.args.accum, batches or self.batches)
+        if self.stale:
+            self.train(self.stale)
+        result = self.train(max(1, round(seconds * self.windows_per_s)) * self.args.accum)
         return result.samples / result.seconds
 
-    def train(self, n, batches):
+    def train(self, n):
         """train_epoch on the next n batches."""
-        self.total, some = 0.0, itertools.islice(batches, n)
+        self.total, some = 0.0, itertools.islice(self.batches, n)
         if not self.args.uint8:  # as most code does: four bytes cross where one would do
             some = ((x.float().div_(255) if x.dtype == torch.uint8 else x, y) for x, y in some)
         return train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
@@ -1579,7 +1578,8 @@ def bottleneck(args, data):
         lambda: collections.deque(itertools.islice(trial.batches, n), 0), seconds=1)
     both = statistics.median([trial.turn(0.4) for _ in range(3)])
     batch = to_gpu(next(trial.batches), trial.job.device)
-    step = statistics.median([trial.turn(0.4, itertools.repeat(batch)) for _ in range(3)])
+    trial.batches, trial.stale = itertools.repeat(batch), 0
+    step = statistics.median([trial.turn(0.4) for _ in range(3)])
     slower = "loading" if loader < step else "computing"
     return (f"the loader alone {loader:,.0f} samples/s, the step alone {step:,.0f}, both"
             f" {both:,.0f}: {slower} is the bottleneck")
