@@ -29,7 +29,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -421,7 +421,7 @@ class StepResult(NamedTuple):
     loss: torch.Tensor                  # 0-d float32 on the device: mean over this rank's targets
     count: int                          # the number of these targets
     stepped: bool                       # False: the scaler found inf or nan, nothing has moved
-    grad_norm: Optional[torch.Tensor]   # 0-d, before clipping; None without max_norm
+    grad_norm: torch.Tensor | None      # 0-d, before clipping; None without max_norm
 
 
 def amp_step(model, batch, loss_fn, optimizer, amp=None, *, max_norm=None, count=None):
@@ -543,8 +543,7 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
                 max_norm=None, count=None, log_every=50, on_log=None):
     """One epoch of accumulate_step, the short last window included.
 
-    Why: nothing in it reads the device (and so waits for it) but the log, once in log_every steps;
-        float16 and max_norm do, see accumulate_step.
+    Why: it reads the device, and so waits for it, only for the log, once in log_every steps.
     Args: loader: any iterable of batches; scheduler: moves with each step that really happened;
         on_log: on_log(step, loss, samples_per_s, wait), the loss being that since the last log.
     Returns: EpochResult.
@@ -881,7 +880,7 @@ class Data(NamedTuple):
     name: str
     train: Dataset
     test: Dataset
-    classes: Optional[int]  # None: unknown
+    classes: int | None  # None: unknown
 
 
 def load_data(args):
@@ -933,12 +932,12 @@ def mnist(root):
     return Data("mnist", TensorDataset(*sets[:2]), TensorDataset(*sets[2:]), 10)
 
 
-def synthetic(n_train=20_000, n_test=4_000):
+def synthetic():
     """Ten blurred patterns under noise: uint8 [N, 28, 28] images that a model can learn."""
     g = torch.Generator().manual_seed(0)
     patterns = F.interpolate(torch.rand(10, 1, 7, 7, generator=g), size=28, mode="bilinear")[:, 0]
     sets = []
-    for n in (n_train, n_test):
+    for n in (20_000, 4_000):
         y = torch.randint(10, (n,), generator=g)
         x = patterns[y] + 0.5 * torch.randn(n, 28, 28, generator=g)
         sets.append(TensorDataset(x.clamp_(0, 1).mul_(255).byte(), y))
@@ -1253,7 +1252,8 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
 
 def summarize(args, data, job, world, results=(), evaluated=(math.nan, math.nan), began=0.0):
     """The summary; speed and wait are of training alone, over all epochs of this run."""
-    global_batch, seconds = args.batch_size * args.accum * world, sum(r.seconds for r in results)
+    global_batch = args.batch_size * args.accum * world
+    seconds = sum(r.seconds for r in results) or 1.0  # before training: 0 of everything
     dtype = getattr(job.amp.autocast, "fast_dtype", None)
     return {"device": str(job.device), "torch": torch.__version__, "data": data.name,
             "model": args.model, "params": sum(p.numel() for p in job.bare.parameters()),
@@ -1262,8 +1262,8 @@ def summarize(args, data, job, world, results=(), evaluated=(math.nan, math.nan)
             "amp": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype),
             "workers": job.loader.num_workers, "epochs": args.epochs,
             "loss": evaluated[0], "accuracy": evaluated[1],
-            "samples_per_s": sum(r.samples for r in results) / (seconds or 1.0),
-            "wait": sum(r.wait * r.seconds for r in results) / (seconds or 1.0),
+            "samples_per_s": sum(r.samples for r in results) / seconds,
+            "wait": sum(r.wait * r.seconds for r in results) / seconds,
             "peak_memory_mb": peak_memory_mb(job.device),
             "skipped_steps": sum(r.skipped for r in results),
             "seconds": time.perf_counter() - began}
@@ -1475,10 +1475,10 @@ def judge(ratios):
     The spread is the distance of the quartiles; a gain must be over 3 % and beyond it.
     """
     low, median, high = statistics.quantiles(ratios, n=4)
+    verdict = f"pays {median:.2f}x" if median > 1 else f"costs {100 * (1 - median):.0f} %"
     if abs(median - 1) <= max(0.03, high - low):
-        return median, high - low, "within noise"
-    return median, high - low, (f"pays {median:.2f}x" if median > 1
-                                else f"costs {100 * (1 - median):.0f} %")
+        verdict = "within noise"
+    return median, high - low, verdict
 
 
 ROW = "{:<2}{:<36}{:>9}{:>12}{:>7}  {:<12} {}"
