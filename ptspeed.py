@@ -1311,10 +1311,8 @@ def load_checkpoint(args, data):
     try:  # the place is tried before hours of training, not after
         if file.exists() and not file.is_file():
             raise OSError("it is no regular file")
-        left = temporary.exists()  # by a run that was killed: the next save replaces it
-        temporary.touch()
-        if not left:
-            temporary.unlink()
+        temporary.touch()  # or left by a run that was killed
+        temporary.unlink()
     except OSError as error:
         raise BadInput(f"--checkpoint {file} cannot be written: {error.strerror or error}")
     if not file.exists():
