@@ -1194,10 +1194,6 @@ START = """\
 torch {torch}, {amp}, {workers} workers
 global batch {batch_size} x accum {accum} x world {world} = {global_batch}, \
 learning rate {base_lr:g} x {global_batch} / 256 = {lr:g}"""
-LIVE = "  step {}/{}, loss {:.4f}, {:,.0f} samples/s, waiting {:.0%} "
-EPOCH = """\
-epoch {}/{}: train loss {:.4f}, test loss {:.4f}, accuracy {:.4f}, {:,.0f} samples/s, \
-waiting {:.0%}, peak memory {}, skipped {}"""
 CLOSING = """\
 accuracy {accuracy:.4f}, loss {loss:.4f} on the test set of {data}
 {samples_per_s:,.0f} samples/s, waiting {wait:.0%}, {skipped_steps} steps skipped, \
@@ -1227,13 +1223,15 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
 
     def live(step, loss, samples_per_s, wait):
         if sys.stdout and sys.stdout.isatty():
-            say(LIVE.format(step, steps, loss, samples_per_s, wait), end="\r")
+            say(f"  step {step}/{steps}, loss {loss:.4f}, {samples_per_s:,.0f} samples/s,"
+                f" waiting {wait:.0%} ", end="\r")
 
     results, evaluated = [], None
     for epoch in range(first, args.epochs):
         schedule = begin_epoch(args, job, epoch, rank, steps)
-        results.append(train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
-                                   amp=job.amp, scheduler=schedule, on_log=live))
+        r = train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
+                        amp=job.amp, scheduler=schedule, on_log=live)
+        results.append(r)
         evaluated = evaluate(model, test_loader, amp=job.amp)
         if not math.isfinite(evaluated[0]):
             raise FloatingPointError(f"the test loss is {evaluated[0]}: try a lower learning rate,"
@@ -1241,9 +1239,10 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
         if rank == 0 and args.checkpoint:
             save_checkpoint(args, data, job, epoch + 1)
         from_rank_0(None)  # DDP: nobody goes on before the file is there
-        r = results[-1]
-        say(EPOCH.format(epoch + 1, args.epochs, r.loss, *evaluated[:2], r.samples / r.seconds,
-                         r.wait, _mb(peak_memory_mb(job.device)), r.skipped))
+        say(f"epoch {epoch + 1}/{args.epochs}: train loss {r.loss:.4f}, test loss"
+            f" {evaluated[0]:.4f}, accuracy {evaluated[1]:.4f}, {r.samples / r.seconds:,.0f}"
+            f" samples/s, waiting {r.wait:.0%}, peak memory {_mb(peak_memory_mb(job.device))},"
+            f" skipped {r.skipped}")
     if not results:
         say(f"{args.checkpoint} is finished: {first} of {args.epochs} epochs are done")
     return summarize(args, data, job, world, results,
