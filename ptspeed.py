@@ -142,7 +142,7 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
                        "timeout", "in_order"):
             kwargs.pop(option, None)
     pinnable = pick_device(device).type in ("cuda", "xpu") and all(t.is_cpu for t in tensors)
-    kwargs["pin_memory"] = bool(kwargs.get("pin_memory", True)) and pinnable
+    kwargs["pin_memory"] = pinnable and kwargs.get("pin_memory", True)
     if shuffle:  # a generator of the caller's is asked, as DataLoader would
         sampler = (RandomSampler(dataset, generator=kwargs["generator"]) if "generator" in kwargs
                    else Shuffle(dataset, seed=seed))
@@ -361,7 +361,7 @@ def to_gpu(obj, device=None):
 def _map(fn, obj, *others):
     """Rebuilds a nesting with fn applied to what it accepts; NotImplemented means: look inside.
 
-    Several nestings of one structure are taken apart together, for an fn of several arguments.
+    others: nestings of the same structure, whose parts are fn's further arguments.
     """
     done = fn(obj, *others)
     if done is not NotImplemented:
@@ -1084,8 +1084,7 @@ def classify(model, batch):
 
 
 def check_model(args, data, bare, device):
-    """Places the model and runs one forward of one batch of each set, in eval mode: what cannot
-    work is told before training starts. Returns what place_model returns."""
+    """What place_model returns, after a forward in eval mode: what cannot work is told now."""
     try:
         model = place_model(args, bare, device).eval()
         for part in (data.test, data.train):
