@@ -960,9 +960,9 @@ def custom_data(spec):
     sets = _call("--data", spec)
     try:
         train, test = sets
-        if any(isinstance(part, IterableDataset) or not len(part) for part in sets):
+        if any(isinstance(part, IterableDataset) or not len(part) for part in (train, test)):
             raise ValueError("an IterableDataset, or an empty set")
-        classes = [_count_classes(part) for part in sets]
+        classes = [_count_classes(part) for part in (train, test)]
     except Exception as error:
         raise BadInput(f"--data {spec} must return (train_set, test_set), both with a length and,"
                        f" if they keep targets, class indices from 0 on: {_one_line(error)}")
