@@ -148,7 +148,7 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
                    else Shuffle(dataset, seed=seed))
     kwargs.setdefault("generator", torch.Generator().manual_seed(seed))
     if kwargs.get("batch_sampler") is not None:
-        return _Loader(dataset, num_workers=num_workers, **kwargs)
+        return _Loader(dataset, sampler=sampler, num_workers=num_workers, **kwargs)
     order = dataset if sampler is None else sampler
     if (kwargs.get("drop_last") and batch_size and hasattr(order, "__len__")
             and len(order) < batch_size):
