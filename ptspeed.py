@@ -1497,9 +1497,9 @@ class Comparison:
     def attempt(self, number, name, *, missing=None, make=Trial, keep=True, against=None, **flags):
         """Measures the kept set with other flags against the kept set; keeps them if they pay."""
         kept = against or self.kept
+        if missing:
+            return self.row(number, name, f"not here: {missing}")
         try:
-            if missing:
-                raise RunFailed(missing)
             trial = make(changed(self.kept.args, **flags), self.data)
             pair_s = sum(max(self.seconds, 1 / t.windows_per_s) + t.stale / t.windows_per_s
                          for t in (trial, kept))
@@ -1558,7 +1558,7 @@ class Comparison:
         self.attempt("8", "model split over devices", parallel="split", missing=needs_2)
         world = gpus or 2
         self.attempt("9", f"DDP, {world} processes, one run", make=ddp_run, world=world, keep=False,
-                     missing=None if world > 1 else needs_2)
+                     missing=needs_2 if gpus == 1 else None)
         self.attempt("+", "fused optimizer", fused=True)
         compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "c++")
         self.attempt("+", "compile", compile=True,
