@@ -109,7 +109,6 @@ def _libc(function, *values):
 
 # ---- 1 DataLoader, 2 num_workers -----------------------------------------------------------------
 
-
 def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers=None, device=None,
                 seed=0, **kwargs):
     """A DataLoader with the right settings for this dataset on this machine.
@@ -246,7 +245,6 @@ def _cpu_quota(root):
 
 # ---- 3 batch size and learning rate --------------------------------------------------------------
 
-
 def measure(step, *, seconds):
     """Calls step() for about that many seconds after a warm-up; returns steps per second."""
     def run(n):
@@ -333,7 +331,6 @@ def scale_lr(base_lr, batch_size, base_batch_size=256, *, adaptive=False):
 
 # ---- 6 to the GPU --------------------------------------------------------------------------------
 
-
 def to_gpu(obj, device=None):
     """Moves every tensor in any nesting of containers to the device (None: see pick_device).
 
@@ -385,7 +382,6 @@ def _map(fn, obj, *others):
 
 # ---- 7 mixed precision ---------------------------------------------------------------------------
 
-
 class Amp(NamedTuple):
     """Mixed precision as the steps use it; both parts do nothing when it is off."""
     autocast: Any
@@ -430,7 +426,6 @@ def amp_step(model, batch, loss_fn, optimizer, amp=None, *, max_norm=None, count
 
 
 # ---- 4 gradient accumulation, 5 keep no graph ----------------------------------------------------
-
 
 def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=None, count=None):
     """One optimizer step on several micro-batches, equal to one on their concatenation.
@@ -653,7 +648,6 @@ def evaluate(model, loader, *, device=None, amp=None):
 
 # ---- 8 several GPUs in one process ---------------------------------------------------------------
 
-
 def wrap_dataparallel(model, device_ids=None):
     """DataParallel over the GPUs, each with a slice of every batch.
 
@@ -874,7 +868,6 @@ def changed(args, **flags):
 
 # ---- data ----------------------------------------------------------------------------------------
 
-
 class Data(NamedTuple):
     """Two map-style data sets of (x, y) samples."""
     name: str
@@ -983,7 +976,6 @@ def _count_classes(dataset):
 
 
 # ---- model ---------------------------------------------------------------------------------------
-
 
 def cnn(num_classes=10):
     """Three 3x3 stride-2 conv-BN-ReLU blocks of 16, 32, 64 channels and a linear head."""
@@ -1102,7 +1094,6 @@ def check_model(args, data, bare, device):
 
 
 # ---- the training job ----------------------------------------------------------------------------
-
 
 class Job:
     """What a set of flags makes of a model and its data; BadInput when the two do not fit."""
@@ -1300,7 +1291,6 @@ def _mb(mb):
 
 # ---- --checkpoint --------------------------------------------------------------------------------
 
-
 def load_checkpoint(args, data):
     """The contents of --checkpoint, or None when there is nothing yet; BadInput if it is no use."""
     if not args.checkpoint:
@@ -1374,7 +1364,6 @@ def save_checkpoint(args, data, job, epoch):
 
 
 # ---- --compare: which of these pays here? --------------------------------------------------------
-
 
 class PerSample(Dataset):
     """The stock idiom for images in memory: each one through PIL to a normalised tensor."""
