@@ -482,13 +482,11 @@ def _count_targets(batch, count):
     """The number of targets in a batch, an int."""
     if count is not None:
         return int(count(batch))
-    first = batch
     if dataclasses.is_dataclass(batch):
-        first = getattr(batch, dataclasses.fields(batch)[0].name)
+        batch = [getattr(batch, dataclasses.fields(batch)[0].name)]
     elif isinstance(batch, (dict, collections.UserDict)):
-        first = next(iter(batch.values()), None)
-    elif isinstance(batch, (tuple, list)):
-        first = batch[0] if batch else None
+        batch = list(batch.values())
+    first = next(iter(batch), None) if isinstance(batch, (tuple, list)) else batch
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         raise ValueError("cannot tell how many targets this batch holds, as its first field is no"
                          " tensor with a batch dimension: pass count=..., a function of the batch")
