@@ -742,17 +742,15 @@ class BadInput(RunFailed):
 
 @contextlib.contextmanager
 def told_in_one_line(prog, quiet=False):
-    """Turns an error that users can understand into one line and an exit status.
-
-    quiet: without the line, for what all ranks of a job say alike.
-    """
+    """Turns an error that users can understand into one line (quiet: none) and an exit status."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         message, status = explain(error)
         if message is None:
             raise
-        if not (quiet and isinstance(error, (BadInput, FloatingPointError, KeyboardInterrupt))):
+        alike = isinstance(error, (BadInput, FloatingPointError, KeyboardInterrupt))
+        if not (quiet and alike):  # what all ranks of a job say alike, one of them says
             print(f"{prog}: {message}", file=sys.stderr, flush=True)
         if isinstance(error, OSError):  # Python flushes at its end, and would fail once more
             sys.stdout = open(os.devnull, "w")
