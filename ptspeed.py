@@ -227,7 +227,8 @@ def _cpu_quota(root):
         return ""
 
     quota = math.inf
-    # In a container the path may be the host's; then only the mount's own root is visible.
+    # Lines are id:controllers:path, v2's without controllers. In a container the path may be the
+    # host's; then only the mount's own root is visible, so that is looked at too.
     for line in ["0::/", "0:cpu:/", *read(root / "proc/self/cgroup").splitlines()]:
         _, controllers, group = line.split(":", 2)
         mounts = {controllers, "cpu", "cpu,cpuacct"} if controllers else {"", "unified"}
@@ -273,7 +274,7 @@ def find_batch_size(step, *, start=1, limit=8192, gain=1.05):
     """
     if not 1 <= start <= limit:
         raise ValueError(f"need 1 <= start <= limit, got start={start} and limit={limit}")
-    best, best_speed, size = 0, 0.0, start
+    best, best_speed, size = 0, 0.0, start  # best: 0 until a size has run
     while size > best:
         speed = _samples_per_s(step, size)
         if speed is not None and speed < gain * best_speed:  # by a busy machine? ask both again
@@ -450,7 +451,8 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
         wait()
         if not total:
             raise ValueError("this window holds no target at all: nothing to learn from")
-    # A micro-batch without targets has the mean 0/0: it is left out, so it cannot poison the rest.
+    # A micro-batch without targets has the mean 0/0 and is left out; but when a rank has no other,
+    # it goes through the last one for a gradient of 0, which the other ranks wait for.
     todo = [pair for pair in zip(batches, counts) if pair[1]] or [(batches[-1], 0)]
     mean = 0.0  # of this rank's losses
     try:
@@ -458,13 +460,14 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
             with model.no_sync() if ddp and i < len(todo) else contextlib.nullcontext():
                 with amp.autocast:
                     loss = loss_fn(model, to_gpu(batch, device))
-                if n == 0:  # under DDP the others wait for this rank's gradient: 0, not 0 * nan
+                if n == 0:  # not 0 * loss, which is nan
                     loss = sum(p.flatten()[:0].sum() for p in model.parameters()
                                if p.requires_grad)
-                wait()  # for the other ranks' counts, on their way during the first forward
+                wait()  # for `total`, on its way from the other ranks during the first forward
                 loss = _at_least_float32(loss)
                 mean = mean + loss.detach() * (n / max(1, local))
-                amp.scaler.scale(loss * (n * world / total)).backward()  # DDP divides by world
+                # DDP averages over ranks, so this makes the sum of all n * loss / total
+                amp.scaler.scale(loss * (n * world / total)).backward()
         return StepResult(mean.float(), local, *_update(optimizer, amp, max_norm))
     finally:
         optimizer.zero_grad()  # after an error too, so that nothing leaks into the next window
@@ -752,7 +755,7 @@ def told_in_one_line(prog, quiet=False):
         alike = isinstance(error, (BadInput, FloatingPointError, KeyboardInterrupt))
         if not (quiet and alike):  # what all ranks of a job say alike, one of them says
             print(f"{prog}: {message}", file=sys.stderr, flush=True)
-        if isinstance(error, OSError):  # Python flushes at its end, and would fail once more
+        if isinstance(error, OSError):  # after a broken pipe Python's last flush would fail too
             sys.stdout = open(os.devnull, "w")
         raise SystemExit(status) from None
 
@@ -909,10 +912,12 @@ def mnist(root):
     sets = []
     for file, read in zip(files, (read_image_file, read_label_file) * 2):
         try:
-            sets.append(read(file))
-            if not (sets[-1].shape[1:] == (28, 28) and len(sets[-1]) if read is read_image_file
-                    else len(sets[-1]) == len(sets[-2]) and sets[-1].max() < 10):
+            new = read(file)
+            right = (new.shape[1:] == (28, 28) and len(new) if read is read_image_file
+                     else len(new) == len(sets[-1]) and new.max() < 10)
+            if not right:
                 raise ValueError("other shape or labels than MNIST's")
+            sets.append(new)
         except OSError as error:
             raise BadInput(f"{file} cannot be read: {error.strerror}")
         except Exception as error:
@@ -1081,9 +1086,9 @@ def check_model(args, data, bare, device):
                 raise ValueError("its loss depends on no parameter that can be trained")
         if data.classes is not None and model(batch[0]).shape[1] < data.classes:
             raise ValueError(f"fewer outputs than the {data.classes} classes")
-    except BadInput:
-        raise
     except Exception as error:
+        if isinstance(error, BadInput) or is_out_of_memory(error):
+            raise
         raise BadInput(f"--model {args.model} cannot train on --data {data.name}:"
                        f" {_one_line(error)}")
     return model
@@ -1386,7 +1391,8 @@ class Trial:
             args = changed(args, batch_size=auto_batch_size(args, data))
         self.args, self.job = args, Job(args, data)
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
-        self.stale = 2 * self.job.loader.num_workers  # what they fetch while others have their turn
+        # Batches that workers fetch while others have their turn: trained on, but untimed.
+        self.stale = 2 * self.job.loader.num_workers
         self.windows_per_s, began = 1.0, time.perf_counter()
         self.turn(0)
         self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's

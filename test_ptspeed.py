@@ -176,6 +176,7 @@ def test_a_stream_yields_each_item_once_and_warns_once_if_it_drops_workers(worke
 @each("dataset, option, match", [
     (Stream(), {"shuffle": True}, "shuffle"), (ROWS, {"sampler": [1], "shuffle": True}, "shuffle"),
     (ROWS, {"batch_sampler": [[0]], "shuffle": True}, "shuffle"),
+    (ROWS, {"batch_sampler": [[0]], "sampler": [1]}, "sampler"),
     *[(dataset, {"drop_last": True, **option}, r"\b5\b.*\b8\b") for dataset, option in [
         ([1, 2, 3, 4, 5], {}), (Subset(ROWS, range(5)), {"shuffle": True}),
         (TensorDataset(torch.ones(5)), {}), (ROWS, {"sampler": range(5)})]]])
@@ -878,6 +879,10 @@ TINY = ["--data", "test_ptspeed:tiny_data", "--model", "test_ptspeed:tiny_model"
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
+def yields():
+    yield from tiny_data()
+
+
 def tiny_data():
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()
@@ -1042,6 +1047,10 @@ def test_mnist_files_are_read_as_torchvision_reads_them(job, small_mnist):
     assert json.loads(job("--root", root, "--epochs", 1, "--json")[1][-1])["data"] == "mnist"
 
 
+def test_a_data_function_may_yield_its_two_sets(job):
+    assert job("--data", "test_ptspeed:yields", *TINY[2:], "--epochs", 1)[0] == 0
+
+
 @each("damage", [lambda b: b[:-1], lambda b: b[:3], lambda b: b"", lambda b: b + b"x",
                  lambda b: b"<html>not found</html>", lambda b: bytes(len(b)),
                  lambda b: b[:-1] + b"\xff"])
@@ -1096,6 +1105,17 @@ def test_what_ends_a_run_is_told_in_one_line(job, monkeypatch, error, status, wo
     monkeypatch.setattr(ptspeed, "train_epoch", fails)
     ended, out, err = job(*TINY)
     assert (ended, len(err)) == (status, 1) and word in err[0]
+
+
+@each("where", ["classify", "place_model", "amp_step", "evaluate"])
+def test_out_of_memory_anywhere_is_told_with_its_remedy(job, monkeypatch, where):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ptspeed, where, fails)
+    monkeypatch.setattr(ptspeed, "find_batch_size", lambda step, **kwargs: step(1) or 8)
+    ended, out, err = job(*TINY, "--batch-size", "auto")
+    assert (ended, len(err)) == (1, 1) and "out of memory: lower --batch-size" in err[0]
 
 
 def test_a_lone_last_sample_is_dropped_for_batchnorm_alone(job, monkeypatch):  # L4
