@@ -765,6 +765,8 @@ REMEDIES = (  # what torch reports obscurely, and what to do about it
      " --workers"),
     ("Broken pipe", "standard output was closed"),
     ("No space left", "no space left on the device that output or temporary files go to"),
+    ("Expected more than 1 value per channel", "BatchNorm has no variance in a batch of 1 sample:"
+     " raise --batch-size, or give it more data"),
     ("Expected to have finished reduction", "some parameters take no part in the loss, and DDP"
      " waits for their gradients: take them out, or set requires_grad=False"),
     ("shared memory|shm|Bus error", "a loader worker ran out of shared memory: enlarge /dev/shm or"
@@ -781,6 +783,7 @@ def explain(error):
     elif is_out_of_memory(error):
         text = "out of memory: lower --batch-size and raise --accum by as much, or use --amp"
     elif not isinstance(error, (RunFailed, FloatingPointError)):
+        status = 2 if "Expected more than 1 value per channel" in text else 1
         text = next((remedy for sign, remedy in REMEDIES if re.search(sign, text)), None)
     return text, status
 
@@ -792,7 +795,7 @@ def _one_line(error):
 # ---- flags ---------------------------------------------------------------------------------------
 
 # What is always on, as it costs nothing; --compare alone switches it off, to measure it.
-SWITCHES = dict.fromkeys(("whole_batches", "channels_last", "fused", "uint8", "detached"), True)
+SWITCHES = dict.fromkeys(("whole_batches", "uint8", "detached"), True)
 DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -851,6 +854,9 @@ def make_parser(prog="ptspeed.py"):
     add("--lr", type=number(float, 0), default=0.2, help="peak learning rate per 256 samples of"
         " the global batch")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--channels-last", action=argparse.BooleanOptionalAction, default=True,
+        help="memory format of convolutions")
+    add("--fused", action=argparse.BooleanOptionalAction, default=True, help="fused optimizer")
     add("--device", type=_device, help="such as cpu or cuda:1; None: the accelerator, or else cpu")
     add("--seed", type=number(int, 0), default=0, help="of weights, order, dropout, augmentation")
     add("--checkpoint", type=_file, metavar="FILE", help="resume from FILE, write it after each"
@@ -1089,8 +1095,9 @@ def check_model(args, data, bare, device):
     except Exception as error:
         if isinstance(error, BadInput) or is_out_of_memory(error):
             raise
+        hint = ": try --no-channels-last" if "view size is not compatible" in str(error) else ""
         raise BadInput(f"--model {args.model} cannot train on --data {data.name}:"
-                       f" {_one_line(error)}")
+                       f" {_one_line(error)}{hint}")
     return model
 
 
@@ -1134,9 +1141,10 @@ def _check_shared_memory(loader, data):
                             f" {loader.num_workers} workers need: enlarge it or use --workers 0")
 
 
-def auto_batch_size(args, data):
+def auto_batch_size(args, data, world=1):
     """--batch-size auto: the size at which a copy of the job is fastest, the least of all ranks."""
-    job, limit = Job(changed(args, batch_size=1), data), min(8192, len(data.train))
+    job = Job(changed(args, batch_size=1, lr=0.0), data)
+    limit = max(1, min(8192, len(data.train) // world))
     job.model.train()
     samples = default_collate([data.train[i] for i in range(min(256, limit))])
 
@@ -1197,7 +1205,7 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
     state = from_rank_0(load_checkpoint(args, data) if rank == 0 else None)
     if args.batch_size == "auto":
-        found = state["batch_size"] if state else auto_batch_size(args, data)
+        found = state["batch_size"] if state else auto_batch_size(args, data, world)
         args = changed(args, batch_size=found)
     job = Job(args, data, rank, world)
     model = wrap(job.model)
@@ -1367,7 +1375,7 @@ def save_checkpoint(args, data, job, epoch):
 # ---- --compare: which of these pays here? --------------------------------------------------------
 
 class PerSample(Dataset):
-    """The stock idiom for images in memory: each one through PIL to a normalised tensor."""
+    """The stock idiom for data in memory: one sample at a time, images through PIL."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -1378,8 +1386,9 @@ class PerSample(Dataset):
     def __getitem__(self, index):
         from torchvision.transforms import functional as transform
         x, y = self.dataset[index]
-        if x.dtype == torch.uint8:
-            x = transform.normalize(transform.to_tensor(transform.to_pil_image(x)), *DIGITS)
+        if x.dtype == torch.uint8 and (x.dim() == 2 or x.dim() == 3 and len(x) in (1, 3)):
+            image = transform.to_tensor(transform.to_pil_image(x))
+            x = transform.normalize(image, *DIGITS).reshape(x.shape)
         return x, int(y)
 
 
@@ -1389,14 +1398,12 @@ class Trial:
     def __init__(self, args, data):
         if args.batch_size == "auto":
             args = changed(args, batch_size=auto_batch_size(args, data))
-        self.args, self.job = args, Job(args, data)
+        # lr 0 takes as long, and cannot diverge for want of a warm-up
+        self.args, self.job = args, Job(changed(args, lr=0.0), data)
         self.batches = itertools.chain.from_iterable(itertools.repeat(self.job.loader))
-        # Batches that workers fetch while others have their turn: trained on, but untimed.
-        self.stale = 2 * self.job.loader.num_workers
-        self.windows_per_s, began = 1.0, time.perf_counter()
+        self.workers, began = self.job.loader.num_workers, time.perf_counter()
         self.turn(0)
         self.first_s = time.perf_counter() - began  # with --compile: mostly the compiler's
-        self.windows_per_s = self.turn(0) / (args.batch_size * args.accum)
 
     def loss_fn(self, model, batch):
         """The job's loss; the naive loop keeps its graph and reads it in every step."""
@@ -1408,18 +1415,27 @@ class Trial:
 
     def turn(self, seconds):
         """Trains for about that time; returns samples per second, loading included."""
-        if self.stale:
-            self.train(self.stale)
-        result = self.train(max(1, round(seconds * self.windows_per_s)) * self.args.accum)
+        if self.workers:  # untimed: what they fetched while others had their turn
+            self.train(itertools.islice(self.batches, 2 * self.workers))
+        result = self.train(self.some(seconds))
         return result.samples / result.seconds
 
-    def train(self, n):
-        """train_epoch on the next n batches."""
-        self.total, some = 0.0, itertools.islice(self.batches, n)
+    def some(self, seconds):
+        """Batches for about that time: whole windows, and one of each worker, as these deliver."""
+        end, accum = time.perf_counter() + seconds, self.args.accum
+        n = accum * math.ceil(max(1, self.workers) / accum)
+        yield from itertools.islice(self.batches, n)
+        while time.perf_counter() < end:
+            yield from itertools.islice(self.batches, n)
+
+    def train(self, batches):
+        """train_epoch on these batches."""
+        self.total = 0.0
         if not self.args.uint8:  # as most code does: four bytes cross where one would do
-            some = ((x.float().div_(255) if x.dtype == torch.uint8 else x, y) for x, y in some)
-        return train_epoch(self.job.model, some, self.loss_fn, self.job.optimizer,
-                           accum=self.args.accum, amp=self.job.amp, log_every=n)
+            batches = ((x.float().div_(255) if x.dtype == torch.uint8 else x, y)
+                       for x, y in batches)
+        return train_epoch(self.job.model, batches, self.loss_fn, self.job.optimizer,
+                           accum=self.args.accum, amp=self.job.amp, log_every=10**9)
 
     def memory_mb(self):
         """Peak memory of one window in MiB."""
@@ -1434,7 +1450,9 @@ def flag_words(args, *left_out):
     for flag, default in vars(make_parser().parse_args([])).items():
         value = getattr(args, flag)
         if value != default and flag not in (*SWITCHES, *left_out):
-            words += [f"--{flag.replace('_', '-')}"] + [str(value)] * (value is not True)
+            word = flag.replace("_", "-")
+            words += ([f"--no-{word}"] if value is False else
+                      [f"--{word}"] + [str(value)] * (value is not True))
     return words
 
 
@@ -1443,17 +1461,19 @@ def ddp_run(args, data):
     flags = changed(args, batch_size=max(1, args.batch_size // args.world), epochs=1, json=True,
                     workers=args.workers // args.world, data=data.name, checkpoint=None,
                     device="cpu" if args.device == "cpu" else None)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() ends its child
     try:
         done = subprocess.run([sys.executable, Path(__file__).with_name("ptspeed_ddp.py"),
                                "--world", str(args.world), *flag_words(flags, "parallel")],
                               capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         raise RunFailed("an epoch takes over 60 s")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if done.returncode:
         raise RunFailed((done.stderr.strip() or "it failed").splitlines()[-1])
     speed = json.loads(done.stdout.splitlines()[-1])["samples_per_s"]
-    return argparse.Namespace(args=args, windows_per_s=math.inf, stale=0, memory_mb=lambda: None,
-                              turn=lambda seconds: speed)
+    return argparse.Namespace(args=args, turn=lambda seconds: speed, memory_mb=lambda: None)
 
 
 def judge(ratios):
@@ -1468,7 +1488,8 @@ def judge(ratios):
     return median, high - low, verdict
 
 
-ROW = "{:<2}{:<36}{:>9}{:>12}{:>7}  {:<12} {}"
+ROW = "{:<2}{:<34} {:>10}{:>12}{:>7}  {:<12} {}"
+PAYS, UNLESS_IT_COSTS, ALWAYS = ("pays",), ("pays", "within"), ("pays", "within", "costs")
 
 
 class Comparison:
@@ -1476,26 +1497,29 @@ class Comparison:
 
     def __init__(self, args, data, seconds=0.4, turns=7):
         self.data, self.json, self.seconds, self.turns = data, args.json, seconds, turns
-        naive = {**dict.fromkeys(SWITCHES, False), "whole_batches": not in_memory(data.train)}
+        naive = {**dict.fromkeys((*SWITCHES, "channels_last", "fused", "compile"), False),
+                 "whole_batches": not in_memory(data.train)}
         self.kept = self.naive = Trial(changed(args, batch_size=32, accum=1, amp=None, workers=0,
-                                               parallel="none", compile=False, **naive), data)
+                                               parallel="none", **naive), data)
         self.naive_speed = statistics.median([self.kept.turn(seconds) for _ in range(turns)])
         self.rows = []
         if not self.json:
             print(ROW.format("#", "technique", "samples/s", "ratio", "MiB", "speed", "").rstrip())
         self.row("0", "the naive loop", "", self.naive_speed, memory=self.kept.memory_mb())
 
-    def attempt(self, number, name, *, missing=None, make=Trial, keep=True, against=None, **flags):
-        """Measures the kept set with other flags against the kept set; keeps them if they pay."""
+    def attempt(self, number, name, *, missing=None, make=Trial, keep=PAYS, against=None, **flags):
+        """Measures the kept set with other flags against the kept set.
+
+        keep: the verdicts at which they are kept, which follow from what the command can say.
+        """
         kept = against or self.kept
         if missing:
             return self.row(number, name, f"not here: {missing}")
         try:
             trial = make(changed(self.kept.args, **flags), self.data)
-            pair_s = sum(max(self.seconds, 1 / t.windows_per_s) + t.stale / t.windows_per_s
-                         for t in (trial, kept))
-            turns = min(self.turns, max(3, int(30 / pair_s)))  # a row may take half a minute
-            pairs = [(trial.turn(self.seconds), kept.turn(self.seconds)) for _ in range(turns)]
+            pairs, began = [], time.perf_counter()  # a row may take half a minute
+            while len(pairs) < (self.turns if time.perf_counter() - began < 30 else 3):
+                pairs.append((trial.turn(self.seconds), kept.turn(self.seconds)))
             memory = trial.memory_mb()
         except Exception as error:
             why = str(error) if isinstance(error, RunFailed) else _one_line(error)
@@ -1504,11 +1528,11 @@ class Comparison:
         ratio, spread, verdict = judge([speed / kept_speed for speed, kept_speed in pairs])
         if "accum" in flags and memory:  # judged by what it is for
             verdict = judge([kept.memory_mb() / memory] * 2)[2] + " (memory)"
-        if trial.args.compile:
+        if "compile" in flags:
             name += f", {trial.first_s:.0f} s to compile"
         speed = statistics.median(speed for speed, _ in pairs)
-        self.row(number, name.format(trial.args), verdict, speed, ratio, spread, memory, turns)
-        if keep and verdict.startswith("pays"):
+        self.row(number, name.format(trial.args), verdict, speed, ratio, spread, memory, len(pairs))
+        if verdict.startswith(keep):
             self.kept = trial
         return self.kept is trial
 
@@ -1532,41 +1556,42 @@ class Comparison:
         """The rows, in the order of the nine and what came after them."""
         args, train = self.kept.args, self.data.train
         gpus = 0 if args.device == "cpu" else torch.cuda.device_count()
-        self.attempt("1", "whole-batch loading", whole_batches=True,
+        self.attempt("1", "whole-batch loading", whole_batches=True, keep=ALWAYS,
                      missing=None if in_memory(train) else "the data come one sample at a time")
-        workers = 1
-        while self.attempt("2", f"workers: {workers}", workers=workers):
+        workers, most = 1, 4 * usable_cpus()  # those that wait for a disk need no CPU
+        while (self.attempt("2", f"workers: {workers}", workers=workers) or workers == 1
+               ) and workers < most:  # after 1 in any case: it only moves the work, 2 share it
             workers *= 2
         self.attempt("3", "batch size {0.batch_size}", batch_size="auto")
         quarter = max(1, self.kept.args.batch_size // 4)
-        self.attempt("4", f"accumulation 4 x {quarter}, by its memory", batch_size=quarter, accum=4,
-                     keep=False)
-        self.attempt("5", "loss detached, not read each step", detached=True)
-        self.attempt("6", "uint8 and channels_last", uint8=True, channels_last=True)
+        self.attempt("4", f"accumulation: 4 x {quarter}", batch_size=quarter, accum=4, keep=())
+        self.attempt("5", "loss detached, not read each step", detached=True, keep=ALWAYS)
+        self.attempt("6", "uint8 to the device", uint8=True, keep=ALWAYS)
+        self.attempt("6", "channels_last", channels_last=True, keep=UNLESS_IT_COSTS)
         self.attempt("7", "mixed precision", amp="auto")
         needs_2 = None if gpus > 1 else "needs 2 GPUs"
         self.attempt("8", "DataParallel", parallel="dp", missing=needs_2)
         self.attempt("8", "model split over devices", parallel="split", missing=needs_2)
         world = gpus or 2
-        self.attempt("9", f"DDP, {world} processes, one run", make=ddp_run, world=world, keep=False,
+        self.attempt("9", f"DDP, {world} processes, one run", make=ddp_run, world=world, keep=(),
                      missing=needs_2 if gpus == 1 else None)
-        self.attempt("+", "fused optimizer", fused=True)
+        self.attempt("+", "fused optimizer", fused=True, keep=UNLESS_IT_COSTS)
         compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "c++")
         self.attempt("+", "compile", compile=True,
                      missing=None if shutil.which(compiler) else "needs a C++ compiler")
-        self.attempt("=", "all that was kept, against naive", against=self.naive, keep=False)
+        self.attempt("=", "all that was kept, against naive", against=self.naive, keep=())
 
 
 def bottleneck(args, data):
     """Times the loader alone, the step alone on one resident batch, and both."""
     trial = Trial(args, data)
-    n = trial.stale + 1  # more than may lie ready
-    loader = n * args.batch_size * measure(
-        lambda: collections.deque(itertools.islice(trial.batches, n), 0), seconds=1)
-    both = statistics.median([trial.turn(0.4) for _ in range(3)])
-    batch = to_gpu(next(trial.batches), trial.job.device)
-    trial.batches, trial.stale = itertools.repeat(batch), 0
-    step = statistics.median([trial.turn(0.4) for _ in range(3)])
+    both = trial.turn(1.2)
+    for batch in itertools.islice(trial.batches, max(1, 2 * trial.workers)):
+        pass  # what workers fetched meanwhile
+    began = time.perf_counter()
+    loader = sum(len(y) for _, y in trial.some(1.2)) / (time.perf_counter() - began)
+    trial.batches, trial.workers = itertools.repeat(to_gpu(batch, trial.job.device)), 0
+    step = trial.turn(1.2)
     slower = "loading" if loader < step else "computing"
     return (f"the loader alone {loader:,.0f} samples/s, the step alone {step:,.0f}, both"
             f" {both:,.0f}: {slower} is the bottleneck")
@@ -1603,7 +1628,7 @@ def main(argv=None):
         p.add_argument("--parallel", choices=("none", "dp", "split"), help="several GPUs in this"
                        " process: DataParallel, or the model split over them")
         p.add_argument("--compare", action="store_true", help="measure which technique pays on"
-                       " this machine")
+                       " this machine, from the naive loop on")
         args = p.parse_args(argv)
         data = load_data(args)
         if args.compare and args.checkpoint:

@@ -1185,6 +1185,39 @@ def test_a_full_shared_memory_is_told_before_workers_wait_for_ever(job, monkeypa
     assert (status, len(err)) == (1, 1) and "/dev/shm" in err[0]
 
 
+def test_a_batch_size_is_found_whatever_the_rate_and_fits_a_ranks_share():
+    args = ptspeed.make_parser().parse_args([*TINY, "--lr", "1e9"])
+    data = ptspeed.load_data(args)
+    assert 1 <= ptspeed.auto_batch_size(args, data, world=4) <= 45 // 4
+
+
+@each("flags", ["--batch-size 1", "--batch-size 1 --data test_ptspeed:nine_samples", "--compare",
+                "--batch-size auto"])
+def test_batchnorm_on_one_sample_is_told_in_one_line(job, monkeypatch, flags):
+    if "--batch-size 1" not in flags:
+        monkeypatch.setattr(ptspeed, "load_data", lambda args: ptspeed.Data(
+            "x", *[Subset(part, [0]) for part in tiny_data()], 2))
+    status, out, err = job(*TINY, "--model", "test_ptspeed:norm_model", *flags.split())
+    assert (status, len(err)) == (2, 1) and "BatchNorm" in err[0] and "--batch-size" in err[0]
+
+
+class Views(nn.Module):
+    """What many tutorials write, which needs the classic memory format."""
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 30 * 30, 3)
+
+    def forward(self, x):
+        return self.head(self.conv(x).view(len(x), -1))
+
+
+def test_a_model_that_cannot_do_channels_last_is_told_the_flag(job):
+    flags = ["--data", "test_ptspeed:image_data", "--model", "test_ptspeed:Views", "--epochs", 1]
+    status, out, err = job(*flags)
+    assert (status, len(err)) == (2, 1) and "try --no-channels-last" in err[0]
+    assert job(*flags, "--no-channels-last", "--no-fused")[0] == 0
+
+
 def test_a_batch_size_is_found_and_printed(job):
     status, out, err = job(*TINY, "--batch-size", "auto", "--json")
     assert status == 0 and 1 <= json.loads(out[-1])["batch_size"] <= 45
@@ -1250,7 +1283,7 @@ def test_without_glibc_memory_is_left_to_the_system(monkeypatch):
 
 class FakeTrial:
     """Its flags say how fast it is and what memory it needs; its speed is jittered by 5 %."""
-    windows_per_s, stale, first_s, memory = math.inf, 0, 0.0, 100.0
+    first_s, memory = 0.0, 100.0
 
     def __init__(self, args, data):
         self.args = args
@@ -1283,7 +1316,7 @@ def test_a_gain_is_kept_a_cost_is_dropped_and_noise_is_called_noise(speed, verdi
 
 def test_accumulation_is_judged_by_its_memory_and_never_kept(table):
     done = table()
-    assert not done.attempt("4", "fake", make=FakeTrial, keep=False, accum=4, speed=0.5)
+    assert not done.attempt("4", "fake", make=FakeTrial, keep=(), accum=4, speed=0.5)
     assert done.rows[-1]["verdict"] == "pays 4.00x (memory)" and done.kept is done.naive
 
 
@@ -1298,9 +1331,98 @@ def test_compare_ends_with_a_command_that_runs(job, monkeypatch):
     status, out, err = job(*TINY, "--compare")
     assert status == 0 and any("workers" in row and row.startswith("2") for row in out)
     assert [row[0] for row in out[2:-2] if row[:11] != "2 workers: "] == list(
-        "0134567889++=")
+        "01345667889++=")
     assert out[-2].startswith("python ptspeed.py ") and "torch " in out[-1]
     assert job(*out[-2].split()[2:], "--epochs", 1)[0] == 0
+
+
+class Rows(nn.Module):
+    """Reads an image [N, H, W] row by row."""
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def flat(*shape):
+    return lambda: nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 2))
+
+
+@each("n, shape, dtype, model", [
+    (40, (8,), torch.uint8, flat(8)), (40, (8, 8), torch.uint8, Rows), (2, (8,), None, flat(8)),
+    (40, (8, 8, 3), torch.uint8, flat(8, 8, 3)), (40, (5, 8, 8), torch.uint8, flat(5, 8, 8)),
+    (40, (3, 8, 8), torch.uint8, lambda: nn.Sequential(nn.Conv2d(3, 2, 8), nn.Flatten())),
+    (1, (8,), torch.float32, flat(8)), (333, (1, 8, 8), None, flat(8, 8))])
+def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, monkeypatch):
+    def absent(args, data):
+        raise ptspeed.RunFailed("left out")
+
+    x, y = torch.randint(256, (n, *shape)), torch.arange(n) % 2
+    data = TensorDataset(x.to(dtype or torch.float32), y)
+    if dtype is None:  # without a tensor to index
+        data = [(a, int(b)) for a, b in data]
+    monkeypatch.setenv("CXX", "no compiler")
+    monkeypatch.setattr(ptspeed, "ddp_run", absent)
+    monkeypatch.setattr(ptspeed, "load_data", lambda args: ptspeed.Data("x", data, data, 2))
+    monkeypatch.setattr(ptspeed, "build_model", lambda args, data: model())
+    monkeypatch.setattr(ptspeed, "Comparison", functools.partial(
+        ptspeed.Comparison, seconds=0.005, turns=2))
+    status, out, err = job("--compare", "--json", "--lr", 1e9)  # it may not train in earnest
+    rows = json.loads(out[-1])["rows"]
+    assert status == 0 and json.loads(out[-1])["command"].startswith("python ptspeed.py ")
+    failed = {row["technique"] for row in rows if row["verdict"].startswith("not here")}
+    assert failed == {"8", "9", "+"} | ({"1"} if dtype is None else set())
+
+
+@each("changes", [
+    {}, {"channels_last": False}, {"fused": False, "compile": True}, {"workers": 0, "amp": "auto"},
+    {"batch_size": 7, "lr": 0.5, "model": "a b:c", "parallel": "split"}], ids=str)
+def test_the_command_says_what_was_measured(changes):
+    args = ptspeed.changed(ptspeed.make_parser().parse_args([]), **changes)
+    again = ptspeed.make_parser().parse_args(ptspeed.flag_words(args, "parallel"))
+    assert ptspeed.changed(again, parallel=args.parallel) == args
+
+
+@each("accum, workers, n", [(1, 0, 1), (3, 0, 3), (1, 3, 3), (2, 3, 4), (4, 3, 4)])
+def test_a_turn_is_whole_windows_and_whole_bursts_of_workers(accum, workers, n):
+    trial = ptspeed.Trial.__new__(ptspeed.Trial)
+    trial.args, trial.workers = ptspeed.argparse.Namespace(accum=accum), workers
+    trial.batches = itertools.count()
+    assert list(trial.some(0)) == list(range(n))
+    assert len(list(trial.some(0.001))) % n == 0
+
+
+@each("first, tried", [(0, [1, 2]), (2, [1, 2, 4]), (99, [1, 2, 4, 8])])
+def test_workers_climb_while_they_gain_and_two_are_tried_in_any_case(first, tried, table,
+                                                                     monkeypatch):
+    seen = []
+
+    def attempt(number, name, **flags):
+        if "workers" in flags:
+            seen.append(flags["workers"])
+        return seen[-1] <= first if seen else False
+
+    monkeypatch.setattr(ptspeed, "usable_cpus", lambda: 2)
+    done = table()
+    done.kept.args.device = "cpu"
+    monkeypatch.setattr(done, "attempt", attempt)
+    done.techniques()
+    assert seen == tried
+
+
+def test_a_terminated_comparison_ends_its_ddp_run(monkeypatch):
+    def run(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    args = ptspeed.changed(ptspeed.make_parser().parse_args(TINY), world=2, workers=0)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):  # upon which the real run() kills its child
+        ptspeed.ddp_run(args, ptspeed.load_data(args))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
