@@ -1186,7 +1186,7 @@ def test_a_full_shared_memory_is_told_before_workers_wait_for_ever(job, monkeypa
 
 
 def test_a_batch_size_is_found_whatever_the_rate_and_fits_a_ranks_share():
-    args = ptspeed.make_parser().parse_args([*TINY, "--lr", "1e9"])
+    args = ptspeed.changed(ptspeed.make_parser().parse_args(TINY), lr=1e38, amp="fp16")
     data = ptspeed.load_data(args)
     assert 1 <= ptspeed.auto_batch_size(args, data, world=4) <= 45 // 4
 
@@ -1369,7 +1369,7 @@ def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, monke
     monkeypatch.setattr(ptspeed, "build_model", lambda args, data: model())
     monkeypatch.setattr(ptspeed, "Comparison", functools.partial(
         ptspeed.Comparison, seconds=0.005, turns=2))
-    status, out, err = job("--compare", "--json", "--lr", 1e9)  # it may not train in earnest
+    status, out, err = job("--compare", "--json")
     rows = json.loads(out[-1])["rows"]
     assert status == 0 and json.loads(out[-1])["command"].startswith("python ptspeed.py ")
     failed = {row["technique"] for row in rows if row["verdict"].startswith("not here")}
@@ -1392,6 +1392,12 @@ def test_a_turn_is_whole_windows_and_whole_bursts_of_workers(accum, workers, n):
     trial.batches = itertools.count()
     assert list(trial.some(0)) == list(range(n))
     assert len(list(trial.some(0.001))) % n == 0
+
+
+def test_a_variant_is_timed_without_training_in_earnest():
+    args = ptspeed.changed(ptspeed.make_parser().parse_args(TINY), lr=1e38)
+    trial = ptspeed.Trial(args, ptspeed.load_data(args))
+    assert trial.turn(0.02) > 0 and trial.args.lr == 1e38
 
 
 @each("first, tried", [(0, [1, 2]), (2, [1, 2, 4]), (99, [1, 2, 4, 8])])
