@@ -1582,16 +1582,16 @@ class Comparison:
         self.attempt("=", "all that was kept, against naive", against=self.naive, keep=())
 
 
-def bottleneck(args, data):
+def bottleneck(args, data, seconds=1.2):
     """Times the loader alone, the step alone on one resident batch, and both."""
     trial = Trial(args, data)
-    both = trial.turn(1.2)
+    both = trial.turn(seconds)
     for batch in itertools.islice(trial.batches, max(1, 2 * trial.workers)):
         pass  # what workers fetched meanwhile
     began = time.perf_counter()
-    loader = sum(len(y) for _, y in trial.some(1.2)) / (time.perf_counter() - began)
+    loader = sum(len(y) for _, y in trial.some(seconds)) / (time.perf_counter() - began)
     trial.batches, trial.workers = itertools.repeat(to_gpu(batch, trial.job.device)), 0
-    step = trial.turn(1.2)
+    step = trial.turn(seconds)
     slower = "loading" if loader < step else "computing"
     return (f"the loader alone {loader:,.0f} samples/s, the step alone {step:,.0f}, both"
             f" {both:,.0f}: {slower} is the bottleneck")

@@ -1326,8 +1326,14 @@ def test_a_technique_that_fails_is_a_row_with_its_reason(table):
     assert done.rows[-1]["verdict"].startswith("not here: TypeError ")
 
 
-def test_compare_ends_with_a_command_that_runs(job, monkeypatch):
-    monkeypatch.setattr(ptspeed, "Comparison", functools.partial(ptspeed.Comparison, seconds=0.02))
+@pytest.fixture
+def short_turns(monkeypatch):
+    for name, short in {"Comparison": {"seconds": 0.005, "turns": 2},
+                        "bottleneck": {"seconds": 0.005}}.items():
+        monkeypatch.setattr(ptspeed, name, functools.partial(getattr(ptspeed, name), **short))
+
+
+def test_compare_ends_with_a_command_that_runs(job, short_turns):
     status, out, err = job(*TINY, "--compare")
     assert status == 0 and any("workers" in row and row.startswith("2") for row in out)
     assert [row[0] for row in out[2:-2] if row[:11] != "2 workers: "] == list(
@@ -1355,7 +1361,8 @@ def flat(*shape):
     (40, (8, 8, 3), torch.uint8, flat(8, 8, 3)), (40, (5, 8, 8), torch.uint8, flat(5, 8, 8)),
     (40, (3, 8, 8), torch.uint8, lambda: nn.Sequential(nn.Conv2d(3, 2, 8), nn.Flatten())),
     (1, (8,), torch.float32, flat(8)), (333, (1, 8, 8), None, flat(8, 8))])
-def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, monkeypatch):
+def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, short_turns,
+                                               monkeypatch):
     def absent(args, data):
         raise ptspeed.RunFailed("left out")
 
@@ -1367,8 +1374,6 @@ def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, monke
     monkeypatch.setattr(ptspeed, "ddp_run", absent)
     monkeypatch.setattr(ptspeed, "load_data", lambda args: ptspeed.Data("x", data, data, 2))
     monkeypatch.setattr(ptspeed, "build_model", lambda args, data: model())
-    monkeypatch.setattr(ptspeed, "Comparison", functools.partial(
-        ptspeed.Comparison, seconds=0.005, turns=2))
     status, out, err = job("--compare", "--json")
     rows = json.loads(out[-1])["rows"]
     assert status == 0 and json.loads(out[-1])["command"].startswith("python ptspeed.py ")
