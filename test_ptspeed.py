@@ -1362,7 +1362,7 @@ def flat(*shape):
     (40, (3, 8, 8), torch.uint8, lambda: nn.Sequential(nn.Conv2d(3, 2, 8), nn.Flatten())),
     (1, (8,), torch.float32, flat(8)), (333, (1, 8, 8), None, flat(8, 8))])
 def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, short_turns,
-                                               monkeypatch):
+                                              monkeypatch):
     def absent(args, data):
         raise ptspeed.RunFailed("left out")
 
