@@ -1502,7 +1502,7 @@ class Comparison:
         self.kept = self.naive = Trial(changed(args, batch_size=32, accum=1, amp=None, workers=0,
                                                parallel="none", **naive), data)
         self.naive_speed = statistics.median([self.kept.turn(seconds) for _ in range(turns)])
-        self.rows = []
+        self.rows, self.untried = [], {"channels_last", "fused"}  # on, unless found to cost
         if not self.json:
             print(ROW.format("#", "technique", "samples/s", "ratio", "MiB", "speed", "").rstrip())
         self.row("0", "the naive loop", "", self.naive_speed, memory=self.kept.memory_mb())
@@ -1522,9 +1522,11 @@ class Comparison:
                 pairs.append((trial.turn(self.seconds), kept.turn(self.seconds)))
             memory = trial.memory_mb()
         except Exception as error:
+            self.untried -= flags.keys()
             why = str(error) if isinstance(error, RunFailed) else _one_line(error)
             name = name.format(changed(kept.args, **flags))
             return self.row(number, name, f"not here: {why}")
+        self.untried -= flags.keys()
         ratio, spread, verdict = judge([speed / kept_speed for speed, kept_speed in pairs])
         if "accum" in flags and memory:  # judged by what it is for
             verdict = judge([kept.memory_mb() / memory] * 2)[2] + " (memory)"
@@ -1613,8 +1615,9 @@ def compare(args, data):
                       f" {torch.__version__}, model {args.model}, data {data.name}, n ="
                       f" {n if least == n else f'{least} to {n}'} turns of {table.seconds} s,"
                       f" {took:.0f} s in all")
+        kept = changed(table.kept.args, **dict.fromkeys(table.untried, True))
         command = shlex.join(["python", "ptspeed.py", *flag_words(
-            table.kept.args, "root", "epochs", "checkpoint", "json")])
+            kept, "root", "epochs", "checkpoint", "json")])
         print(json.dumps({"times": times, "rows": table.rows, "command": command,
                           "conditions": conditions}) if args.json else f"{command}\n{conditions}")
 

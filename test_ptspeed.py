@@ -1331,6 +1331,7 @@ def short_turns(monkeypatch):
     for name, short in {"Comparison": {"seconds": 0.005, "turns": 2},
                         "bottleneck": {"seconds": 0.005}}.items():
         monkeypatch.setattr(ptspeed, name, functools.partial(getattr(ptspeed, name), **short))
+    monkeypatch.setattr(ptspeed, "measure", lambda step, seconds: step() or 1.0)
 
 
 def test_compare_ends_with_a_command_that_runs(job, short_turns):
@@ -1340,6 +1341,17 @@ def test_compare_ends_with_a_command_that_runs(job, short_turns):
         "01345667889++=")
     assert out[-2].startswith("python ptspeed.py ") and "torch " in out[-1]
     assert job(*out[-2].split()[2:], "--epochs", 1)[0] == 0
+
+
+def test_a_comparison_that_is_stopped_shows_its_rows_and_the_command_so_far(job, short_turns,
+                                                                            monkeypatch):
+    def stopped(args, data):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ptspeed, "ddp_run", stopped)
+    status, out, err = job(*TINY, "--compare")
+    assert (status, len(err)) == (130, 1) and "interrupted" in err[0] and out[-3][0] == "8"
+    assert out[-2].startswith("python ptspeed.py ") and "fused" not in out[-2]  # not yet tried
 
 
 class Rows(nn.Module):
