@@ -1369,8 +1369,8 @@ def flat(*shape):
 
 
 @each("n, shape, dtype, model", [
-    (40, (8,), torch.uint8, flat(8)), (40, (8, 8), torch.uint8, Rows), (2, (8,), None, flat(8)),
-    (40, (8, 8, 3), torch.uint8, flat(8, 8, 3)), (40, (5, 8, 8), torch.uint8, flat(5, 8, 8)),
+    (40, (8,), torch.uint8, flat(8)), (40, (8, 8), torch.uint8, Rows),
+    (40, (8, 8, 3), torch.uint8, flat(8, 8, 3)),
     (40, (3, 8, 8), torch.uint8, lambda: nn.Sequential(nn.Conv2d(3, 2, 8), nn.Flatten())),
     (1, (8,), torch.float32, flat(8)), (333, (1, 8, 8), None, flat(8, 8))])
 def test_compare_takes_whatever_the_job_takes(n, shape, dtype, model, job, short_turns,
