@@ -64,6 +64,8 @@ __version__ = "0.1.0"
 # ==================================================================================================
 
 
+# ---- the device and its memory -------------------------------------------------------------------
+
 def pick_device(device=None):
     """The device asked for, or else the accelerator that is really here, or else the CPU.
 
@@ -91,8 +93,8 @@ def keep_freed_memory():
     """Makes this process keep the CPU memory that it frees, as torch does with a GPU's.
 
     Why: glibc gives large tensors back to the system, and the next step takes a page fault for
-        every 4 KiB of them. Without these, a step of resnet18 in bfloat16 was 1.16 times as fast
-        at batch 8, one of cnn() at batch 512 1.37 times (CPU, 2 cores, torch 2.14, n = 5).
+        every 4 KiB of them. Without these faults a step of resnet18 in bfloat16 at batch 8 was
+        1.16 times as fast, one of cnn() at batch 512 1.37 times (2 cores, torch 2.14, n = 5).
     Returns: whether the C library could be told, which glibc alone can.
     Limits: holds for the whole process, which may need a tenth more memory. Not for GPU training.
     Source: mallopt(3); Performance Tuning Guide (memory allocators).
@@ -222,6 +224,7 @@ def usable_cpus(local_world_size=1, *, root="/"):
 def _cpu_quota(root):
     """CPUs (a float, inf without a limit) that the cgroups of this process allow."""
     def read(path):
+        """The text of a file, empty when it cannot be read."""
         with contextlib.suppress(OSError):
             return path.read_text()
         return ""
@@ -249,6 +252,7 @@ def _cpu_quota(root):
 def measure(step, *, seconds):
     """Calls step() for about that many seconds after a warm-up; returns steps per second."""
     def run(n):
+        """Seconds for n steps."""
         start = time.perf_counter()
         for _ in range(n):
             step()
@@ -346,6 +350,7 @@ def to_gpu(obj, device=None):
     device = pick_device(device)
 
     def move(x):
+        """One object on the device, or NotImplemented for what only may contain such objects."""
         if isinstance(x, torch.Tensor):  # towards the CPU it could be read before it has arrived
             return x.to(device, non_blocking=device.type in ("cuda", "xpu"))
         if isinstance(x, type) or not callable(getattr(x, "to", None)):
@@ -707,6 +712,7 @@ class _Split(nn.Module):
         self.stages, self.devices, self.chunks = nn.ModuleList(stages), devices, chunks
 
     def forward(self, x):
+        """The stages one after the other, for one chunk after the other."""
         parts = _chunk(x, self.chunks)
         for i, part in enumerate(parts):  # kernels are queued, so the devices work side by side
             for stage, device in zip(self.stages, self.devices):
@@ -718,7 +724,8 @@ class _Split(nn.Module):
 
 def _chunk(x, chunks):
     """Cuts every tensor in a nesting along its first dimension: a list of such nestings."""
-    def each(fn):  # fn of every tensor that has a first dimension
+    def each(fn):
+        """fn of every tensor that has a first dimension, in the same nesting."""
         return _map(lambda t: fn(t) if isinstance(t, torch.Tensor) and t.dim() else NotImplemented,
                     x)
 
@@ -800,13 +807,15 @@ DTYPES = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message):  # without the usage text
+    def error(self, message):
+        """One line, without the usage text."""
         raise BadInput(message)
 
 
 def number(kind, low, *words):
     """An argparse type: a finite int or float of at least `low`, or one of the words."""
     def parse(text):
+        """The value of a flag's text."""
         if text in words:
             return text
         with contextlib.suppress(ValueError):
@@ -1030,6 +1039,7 @@ class Normalize(nn.Module):
         self.channels = next((conv.in_channels for conv in convs), 0)
 
     def forward(self, x):
+        """Images of any kind to float [N, C, H, W] for a model with convolutions."""
         if x.dim() == 3 and self.channels:  # [N, H, W]
             x = x.unsqueeze(1)
         if x.dtype == torch.uint8:
@@ -1113,8 +1123,9 @@ class Job:
             torch.set_float32_matmul_precision("high")
         elif device.type == "cpu":
             keep_freed_memory()
-        self.bare = build_model(args, data)  # is saved and loaded; what goes around it shares its
-        self.model = check_model(args, data, self.bare, device)  # parameters
+        # `bare` is what is saved and loaded; what goes around it shares its parameters
+        self.bare = build_model(args, data)
+        self.model = check_model(args, data, self.bare, device)
         self.sampler = Shuffle(data.train, world, rank, args.seed)  # DDP: sampler
         n = len(self.sampler)
         if not n:
@@ -1125,6 +1136,9 @@ class Job:
             sampler=self.sampler, num_workers=args.workers, device=device,
             drop_last=norms and n > 1 and n % args.batch_size == 1)  # one sample has no variance
         _check_shared_memory(self.loader, data)
+        share = range(rank, len(data.test), world)  # unlike the training share, complete
+        self.test_loader = make_loader(data.test, args.batch_size, sampler=share,
+                                       num_workers=args.workers, device=device)
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=args.lr, momentum=0.9,
                                          fused=args.fused)
         self.amp = mixed_precision(device, DTYPES.get(args.amp))
@@ -1150,9 +1164,11 @@ def auto_batch_size(args, data, world=1):
 
     @functools.lru_cache(1)
     def batch(n):
+        """n samples on the device, some of them several times."""
         return to_gpu([part[torch.arange(n) % len(part)] for part in samples], job.device)
 
     def step(n):
+        """What find_batch_size times."""
         amp_step(job.model, batch(n), classify, job.optimizer, job.amp)
 
     size = torch.tensor(find_batch_size(step, start=min(32, limit), limit=limit), device=job.device)
@@ -1167,7 +1183,7 @@ def lr_factor(step, total):
     return min((step + 1) / warm_up, max(0, total - step) / max(1, total - warm_up))
 
 
-def begin_epoch(args, job, epoch, rank, steps):
+def begin_epoch(args, job, epoch, rank, steps, lr):
     """Sets order, seeds and rates of an epoch from its number alone; returns the scheduler."""
     import numpy
     job.sampler.set_epoch(epoch)  # DDP: set_epoch
@@ -1175,6 +1191,8 @@ def begin_epoch(args, job, epoch, rank, steps):
     for seed in (random.seed, numpy.random.seed, torch.manual_seed,
                  job.loader.generator.manual_seed):  # so that a resumed run draws the same
         seed(mixed)
+    for group in job.optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = lr
     return torch.optim.lr_scheduler.LambdaLR(
         job.optimizer, functools.partial(lr_factor, total=steps * args.epochs),
         last_epoch=epoch * steps - 1)
@@ -1209,29 +1227,25 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
         args = changed(args, batch_size=found)
     job = Job(args, data, rank, world)
     model = wrap(job.model)
-    share = range(rank, len(data.test), world)  # unlike the training share, complete
-    test_loader = make_loader(data.test, args.batch_size, sampler=share, num_workers=args.workers,
-                              device=job.device)
     first = restore(args, state, job)
     summary = summarize(args, data, job, world)
     say(START.format(**{**summary, "amp": summary["amp"] or "float32"}, backend=backend,
                      base_lr=args.lr, n_train=len(data.train), n_test=len(data.test)))
-    for group in job.optimizer.param_groups:
-        group["initial_lr"] = group["lr"] = summary["lr"]
     steps = math.ceil(len(job.loader) / args.accum)
 
     def live(step, loss, samples_per_s, wait):
+        """A line that the next one overwrites, on a terminal alone."""
         if sys.stdout and sys.stdout.isatty():
             say(f"  step {step}/{steps}, loss {loss:.4f}, {samples_per_s:,.0f} samples/s,"
                 f" waiting {wait:.0%} ", end="\r")
 
     results, evaluated = [], None
     for epoch in range(first, args.epochs):
-        schedule = begin_epoch(args, job, epoch, rank, steps)
+        schedule = begin_epoch(args, job, epoch, rank, steps, summary["lr"])
         r = train_epoch(model, job.loader, classify, job.optimizer, accum=args.accum,
                         amp=job.amp, scheduler=schedule, on_log=live)
         results.append(r)
-        evaluated = evaluate(model, test_loader, amp=job.amp)
+        evaluated = evaluate(model, job.test_loader, amp=job.amp)
         if not math.isfinite(evaluated[0]):
             raise FloatingPointError(f"the test loss is {evaluated[0]}: try a lower learning rate,"
                                      " and look for bad values in the test set")
@@ -1245,7 +1259,7 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
     if not results:
         say(f"{args.checkpoint} is finished: {first} of {args.epochs} epochs are done")
     return summarize(args, data, job, world, results,
-                     evaluated or evaluate(model, test_loader, amp=job.amp), began)
+                     evaluated or evaluate(model, job.test_loader, amp=job.amp), began)
 
 
 def summarize(args, data, job, world, results=(), evaluated=(math.nan, math.nan), began=0.0):
