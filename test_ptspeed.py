@@ -1278,6 +1278,16 @@ def test_without_glibc_memory_is_left_to_the_system(monkeypatch):
     ptspeed.reset_peak_memory()
 
 
+@each("kwargs, given_back", [({"num_workers": 0}, 0), ({"num_workers": 1}, 2),
+                             ({"num_workers": 1, "persistent_workers": True}, 0)], ids=str)
+def test_free_memory_goes_back_before_workers_are_forked(kwargs, given_back, monkeypatch):
+    calls = []
+    monkeypatch.setattr(ptspeed, "_libc", lambda *call: calls.append(call))
+    loader = ptspeed.make_loader(TensorDataset(torch.zeros(4)), 2, **kwargs)
+    assert [len(list(loader)) for _ in range(2)] == [2, 2]
+    assert calls == [("malloc_trim", 0)] * given_back
+
+
 # ---- --compare -----------------------------------------------------------------------------------
 
 
@@ -1409,6 +1419,21 @@ def test_a_turn_is_whole_windows_and_whole_bursts_of_workers(accum, workers, n):
     trial.batches = itertools.count()
     assert list(trial.some(0)) == list(range(n))
     assert len(list(trial.some(0.001))) % n == 0
+
+
+@each("workers, first", [(0, 0), (1, 3), (2, 5)])
+def test_what_workers_fetched_in_the_turns_of_others_is_not_timed(workers, first, monkeypatch):
+    trial, trained = ptspeed.Trial.__new__(ptspeed.Trial), []
+
+    def train(batches):
+        trained.append(list(batches))
+        return ptspeed.argparse.Namespace(samples=1, seconds=1)
+
+    monkeypatch.setattr(trial, "train", train, raising=False)
+    trial.args, trial.workers = ptspeed.argparse.Namespace(accum=1), workers
+    trial.batches = itertools.count()
+    trial.turn(0)  # a queue of two for each worker, and one batch more to fill it again
+    assert trained[-1][0] == first
 
 
 def test_a_variant_is_timed_without_training_in_earnest():
