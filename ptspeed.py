@@ -16,7 +16,7 @@ Words used throughout:
     amp        what mixed_precision() returned: `amp.autocast` and `amp.scaler`; None: plain float32
     rank       one of the `world` processes of a DistributedDataParallel (DDP) job
 """
-import collections
+import collections.abc
 import contextlib
 import copy
 import ctypes
@@ -77,7 +77,9 @@ def pick_device(device=None):
         device = accelerator if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"unknown device {device!r}: try cpu or cuda:0") from None
-    if device.type not in ("cpu", "meta"):
+    if device.type == "cpu":
+        return torch.device("cpu")  # there is one; to("cpu:0") would copy what is there already
+    if device.type != "meta":
         n = torch.accelerator.device_count() if device.type == accelerator.type else 0
         if (device.index or 0) >= n:
             raise ValueError(f"no device {device} here, but {n} of its kind: try {accelerator}")
@@ -167,7 +169,8 @@ def in_memory(dataset):
     """The tensors of a TensorDataset or of a Subset of one; () for any other dataset."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    plain = getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__
+    plain = all(getattr(type(dataset), name, None) is getattr(TensorDataset, name, None)
+                for name in ("__getitem__", "__getitems__"))
     return dataset.tensors if plain else ()
 
 
@@ -212,7 +215,8 @@ class _WholeBatches(Subset):
         dataset = self.dataset
         while type(dataset) is Subset:
             dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
-        return dataset[torch.as_tensor(indices)]  # a list of tensors would index dimensions
+        # a list of tensors would index dimensions, and one of bytes would be a mask
+        return dataset[torch.as_tensor(indices, dtype=torch.long)]
 
 
 def usable_cpus(local_world_size=1, *, root="/"):
@@ -233,7 +237,7 @@ def _cpu_quota(root):
     def read(path):
         """The text of a file, empty when it cannot be read."""
         with contextlib.suppress(OSError):
-            return path.read_text()
+            return path.read_text(errors="replace")
         return ""
 
     quota = math.inf
@@ -249,8 +253,9 @@ def _cpu_quota(root):
             folder = root.joinpath("sys/fs/cgroup", mount, *parts[:depth])
             limit = (read(folder / "cpu.max") or read(folder / "cpu.cfs_quota_us") + " "
                      + read(folder / "cpu.cfs_period_us")).split()
-            if len(limit) == 2 and limit[0] not in ("max", "-1"):
-                quota = min(quota, int(limit[0]) / int(limit[1]))
+            with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or no such file
+                most, period = map(int, limit)
+                quota = min(quota, most / period if most > 0 else math.inf)
     return quota
 
 
@@ -310,7 +315,7 @@ def _samples_per_s(step, n):
     """Throughput at batch size n, or None when memory ended."""
     try:
         return n * measure(lambda: step(n), seconds=0.2)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
     return None  # outside the handler, whose traceback keeps the failed tensors alive
@@ -318,9 +323,10 @@ def _samples_per_s(step, n):
 
 def is_out_of_memory(error):
     """Whether an exception says that the device's or the host's memory ended."""
-    signs = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-    return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            or isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs))
+    signs = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED",
+             "annot allocate memory", "bad_alloc", "bad allocation", "Invalid buffer size")
+    return (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or isinstance(
+        error, (RuntimeError, OSError)) and any(sign in str(error) for sign in signs))
 
 
 def scale_lr(base_lr, batch_size, base_batch_size=256, *, adaptive=False):
@@ -347,7 +353,7 @@ def to_gpu(obj, device=None):
     """Moves every tensor in any nesting of containers to the device (None: see pick_device).
 
     Why: from pinned memory the copy is asynchronous, and the host goes on to the next kernel.
-    Args: obj: list, tuple, namedtuple, dict (and subclasses), dataclass, anything with
+    Args: obj: list, deque, tuple, namedtuple, dict (and their kind), dataclass, anything with
         `.to(device)`; whatever else it holds comes back as the same object.
     Returns: the same structure and types; a tensor that is there already is not copied.
     Raises: ValueError for an absent device.
@@ -360,12 +366,19 @@ def to_gpu(obj, device=None):
         """One object on the device, or NotImplemented for what only may contain such objects."""
         if isinstance(x, torch.Tensor):  # towards the CPU it could be read before it has arrived
             return x.to(device, non_blocking=device.type in ("cuda", "xpu"))
-        if isinstance(x, type) or not callable(getattr(x, "to", None)):
+        to = None
+        with contextlib.suppress(Exception):  # a __getattr__ may raise anything
+            to = x.to
+        if isinstance(x, type) or not callable(to):
             return NotImplemented
-        moved = x.to(device)
+        moved = to(device)
         return x if moved is None else moved
 
     return _map(move, obj)
+
+
+CONTAINERS = (tuple, list, collections.UserList, collections.deque,
+              collections.abc.MutableMapping)
 
 
 def _map(fn, obj, *others):
@@ -379,9 +392,9 @@ def _map(fn, obj, *others):
     if isinstance(obj, tuple):
         items = [_map(fn, *group) for group in zip(obj, *others)]
         return obj._make(items) if hasattr(obj, "_make") else type(obj)(items)
-    if isinstance(obj, (list, dict, collections.UserDict)):
+    if isinstance(obj, CONTAINERS):
         new = copy.copy(obj)
-        for key in range(len(obj)) if isinstance(obj, list) else obj:
+        for key in obj if isinstance(obj, collections.abc.Mapping) else range(len(obj)):
             new[key] = _map(fn, obj[key], *[o[key] for o in others])
         return new
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -452,9 +465,13 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
     Raises: ValueError for a window without a target; FloatingPointError when the gradient's norm
         is not finite (float32, bfloat16), or when the scaler has skipped until nothing is left.
     Limits: BatchNorm sees micro-batches. max_norm and float16 wait for the device in every step.
+        An optimizer whose step() needs a closure (LBFGS) cannot be used.
     Source: PyTorch AMP notes; Li et al. 2020, arXiv 2006.15704 (no_sync).
     """
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"need max_norm > 0, or None for no clipping, got {max_norm}")
     amp = amp or mixed_precision("cpu", None)
+    optimizer.zero_grad()  # what another backward pass has left
     batches = list(batches)
     counts = [_count_targets(batch, count) for batch in batches]
     local, device, ddp = sum(counts), _device_of(model), isinstance(model, DistributedDataParallel)
@@ -470,13 +487,15 @@ def accumulate_step(model, batches, loss_fn, optimizer, amp=None, *, max_norm=No
     try:
         for i, (batch, n) in enumerate(todo, 1):
             with model.no_sync() if ddp and i < len(todo) else contextlib.nullcontext():
-                with amp.autocast:
+                with copy.copy(amp.autocast):  # as one entered twice would stay on
                     loss = loss_fn(model, to_gpu(batch, device))
                 if n == 0:  # not 0 * loss, which is nan
                     loss = sum(p.flatten()[:0].sum() for p in model.parameters()
                                if p.requires_grad)
                 wait()  # for `total`, on its way from the other ranks during the first forward
-                loss = _at_least_float32(loss)
+                if loss.numel() != 1:
+                    raise ValueError(f"loss_fn must return one mean, not {tuple(loss.shape)}")
+                loss = _at_least_float32(loss).reshape(())
                 mean = mean + loss.detach() * (n / max(1, local))
                 # DDP averages over ranks, so this makes the sum of all n * loss / total
                 amp.scaler.scale(loss * (n * world / total)).backward()
@@ -496,12 +515,15 @@ def _all_targets(ddp, n):
 def _count_targets(batch, count):
     """The number of targets in a batch, an int."""
     if count is not None:
-        return int(count(batch))
+        n = float(count(batch))
+        if not (n >= 0 and n.is_integer()):
+            raise ValueError(f"count must say how many targets a batch holds, and said {n}")
+        return int(n)
     if dataclasses.is_dataclass(batch):
         batch = [getattr(batch, dataclasses.fields(batch)[0].name)]
-    elif isinstance(batch, (dict, collections.UserDict)):
+    elif isinstance(batch, collections.abc.Mapping):
         batch = list(batch.values())
-    first = next(iter(batch), None) if isinstance(batch, (tuple, list)) else batch
+    first = next(iter(batch), None) if isinstance(batch, CONTAINERS) else batch
     if not isinstance(first, torch.Tensor) or first.dim() == 0:
         raise ValueError("cannot tell how many targets this batch holds, as its first field is no"
                          " tensor with a batch dimension: pass count=..., a function of the batch")
@@ -552,7 +574,8 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
     """One epoch of accumulate_step, the short last window included.
 
     Why: it reads the device, and so waits for it, only for the log, once in log_every steps.
-    Args: loader: any iterable of batches; scheduler: moves with each step that really happened;
+    Args: loader: any iterable of batches, each a new one; scheduler: moves with each step that
+            really happened, so ReduceLROnPlateau, which wants a metric, is for you to step;
         on_log: on_log(step, loss, samples_per_s, wait), the loss being that since the last log.
     Returns: EpochResult.
     Raises: ValueError for an empty loader; FloatingPointError that names the first step (from 1)
@@ -580,13 +603,14 @@ def train_epoch(model, loader, loss_fn, optimizer, *, accum=1, amp=None, schedul
                 scheduler.step()
             skipped += not step.stepped
             pending.append(step)
-        if pending and (not window or len(pending) == log_every):
+        last = len(window) < accum  # and not asked for more: some iterators would start anew
+        if pending and (last or len(pending) == log_every):
             new, pending = _sums(pending, model, steps), []
             totals = [a + b for a, b in zip(totals, new)]
             if on_log is not None:
                 seconds = time.perf_counter() - start
                 on_log(steps, new[0] / (new[1] or math.nan), totals[2] / seconds, waited / seconds)
-        if not window:
+        if last:
             break
     if not steps:
         raise ValueError("the loader yields no batch: the dataset is empty, or already used up")
@@ -642,9 +666,11 @@ def evaluate(model, loader, *, device=None, amp=None):
     try:
         for batch in loader:
             x, y = to_gpu(batch, device)
-            with amp.autocast:
+            if y.is_floating_point():
+                raise ValueError("y must be class indices, as accuracy compares them")
+            with copy.copy(amp.autocast):
                 logits = bare(x)
-            logits, y = _at_least_float32(logits), y.to(logits.device)
+            logits, y = _at_least_float32(logits), y.to(logits.device).long()
             loss = F.cross_entropy(logits, y, reduction="sum")
             right, counted = (logits.argmax(1) == y).sum(), (y != -100).sum()  # as the loss counts
             totals += torch.stack([loss, right, counted]).to(totals)
@@ -692,7 +718,8 @@ def split_model(stages, devices, *, chunks=1):
         on the last device.
     Raises: ValueError for lengths that differ, absent devices, and weights tied over devices.
     Limits: with chunks > 1 BatchNorm sees chunks, and the batch is the first dimension of every
-        tensor that goes in or comes out. A loss must move its targets to the output's device.
+        tensor that goes in or comes out; what is no tensor goes into each chunk whole. A loss
+        must move its targets to the output's device.
     Source: Huang et al. 2018, arXiv 1811.06965 (GPipe).
     """
     if len(stages) != len(devices) or not stages or chunks < 1:
@@ -725,8 +752,22 @@ class _Split(nn.Module):
             for stage, device in zip(self.stages, self.devices):
                 part = stage(to_gpu(part, device))
             parts[i] = part
-        return parts[0] if len(parts) == 1 else _map(
-            lambda *t: torch.cat(t) if isinstance(t[0], torch.Tensor) else NotImplemented, *parts)
+        return parts[0] if len(parts) == 1 else _map(_join, *parts)
+
+
+def _join(part, *others):
+    """The outputs for all chunks as one, for _map."""
+    if isinstance(part, torch.Tensor) and part.dim():
+        return torch.cat([part, *others])
+    if dataclasses.is_dataclass(part) or (
+            isinstance(part, CONTAINERS) and not isinstance(part, nn.utils.rnn.PackedSequence)
+            and all(len(other) == len(part) for other in others)):
+        return NotImplemented
+    if all(other is part or isinstance(part, (int, float, str)) and other == part
+           for other in others):
+        return part
+    raise ValueError(f"the outputs for the chunks hold a {type(part).__name__} each, which cannot"
+                     " be put together: use chunks=1")
 
 
 def _chunk(x, chunks):
@@ -740,8 +781,9 @@ def _chunk(x, chunks):
     each(lambda t: lengths.append(len(t)))
     if chunks > 1 and len(set(lengths)) > 1:
         raise ValueError(f"cannot cut tensors of different first dimensions {lengths} in chunks")
-    n = max(1, min([chunks, *lengths]))
-    return [each(lambda t: t.tensor_split(n)[i]) for i in range(n)] if n > 1 else [x]
+    n = min([chunks, *lengths]) if lengths else 1
+    # each chunk a copy, so that autograd counts the changes in place of each by itself
+    return [each(lambda t: t.tensor_split(n)[i].clone()) for i in range(n)] if n > 1 else [x]
 
 
 # ==================================================================================================

@@ -147,6 +147,12 @@ class Squares:
         return torch.full((2,), float(range(10)[i])), i * i
 
 
+class Added(TensorDataset):
+    """A whole batch is another one than its samples."""
+    def __getitems__(self, indices):
+        return [(x + 1, *rest) for x, *rest in map(self.__getitem__, indices)]
+
+
 class NoLength:
     """A sampler without len(), as torch allows."""
     def __iter__(self):
@@ -191,7 +197,9 @@ def test_options_that_contradict_or_leave_no_batch_are_an_error(dataset, option,
     (Subset(ROWS, torch.tensor([1, 0, 5, 1])), {}), (ROWS, {"sampler": torch.tensor([1, 0, 5])}),
     (ROWS, {"sampler": NoLength(), "drop_last": True}), (ROWS, {"collate_fn": default_collate}),
     (ROWS, {"sampler": BatchSampler(range(5), 2, False), "batch_size": None}),
-    (ROWS, {"batch_sampler": [[0, 1], [4]], "batch_size": 1})])
+    (ROWS, {"batch_sampler": [[0, 1], [4]], "batch_size": 1}), (Added(*ROWS.tensors), {}),
+    (ROWS, {"sampler": torch.tensor([4, 1, 0, 0], dtype=torch.uint8).numpy()}),
+    (Subset(ROWS, torch.tensor([4, 1, 0], dtype=torch.int16)), {})])
 def test_the_batches_are_those_of_a_plain_dataloader_and_nothing_warns(dataset, option):
     option = {"batch_size": 2, **option}
     with warnings.catch_warnings():
@@ -264,7 +272,8 @@ def test_evaluation_shards_are_complete_and_never_padded(n, world):
     ("4:cpuset:/d\n2:cpu:/", {"cpuset/d": 100000}, 1, 64),
     ("4:cpuacct,cpu:/d", {"cpu/d": 300000}, 1, 3), ("4:cpu:/host", {"cpu": 250000}, 1, 2),
     ("4:cpu:/d\n0::/s", {"cpu/d": 600000, "unified/s": "max"}, 1, 6),
-    ("1:name=systemd:/d\n0::/s", {"unified/s": 700000}, 1, 7)])
+    ("1:name=systemd:/d\n0::/s", {"unified/s": 700000}, 1, 7), ("0::/", {"": "a"}, 1, 64),
+    ("0::/", {"": "1 0"}, 1, 64), ("0::/", {"": 0}, 1, 64)])
 def test_usable_cpus_counts_affinity_quotas_parents_and_ranks(groups, quotas, ranks, cpus,
                                                               tmp_path, monkeypatch):  # L5
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
@@ -309,7 +318,9 @@ class Machine:
 
 @each("error, text", [(torch.OutOfMemoryError, "CUDA out of memory."), (MemoryError, ""),
                       (RuntimeError, "DefaultCPUAllocator: can't allocate memory"),
-                      (RuntimeError, "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")])
+                      (RuntimeError, "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+                      (OSError, "[Errno 12] Cannot allocate memory"),
+                      (RuntimeError, "std::bad_alloc")])
 @each("start, right", [(1, 32), (37, 37), (48, 24), (64, 32), (256, 32)])
 def test_out_of_memory_above_37_gives_the_size_before(error, text, start, right, monkeypatch):  # B2
     assert find_batch_size(Machine(monkeypatch, 37, error=error, text=text), start=start) == right
@@ -419,6 +430,61 @@ def test_a_short_last_window_equals_the_step_on_its_concatenated_batches(accum, 
     assert result.steps == math.ceil(len(sizes) / accum) and model.training
 
 
+class Restarts:
+    """An iterator that begins anew when it is asked once more after its end."""
+    def __init__(self, batches):
+        self.batches, self.rest, self.ends = batches, iter(batches), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        for batch in self.rest:
+            return batch
+        self.rest, self.ends = iter(self.batches), self.ends + 1
+        assert self.ends < 3, "endless"
+        raise StopIteration
+
+
+@each("n", range(1, 6))
+@each("accum", [1, 2, 3])
+def test_an_iterator_that_would_start_anew_is_one_epoch(n, accum):  # G3
+    model, loader = mlp(), Restarts(micro_batches([2] * n))
+    for _ in range(2):
+        result = train_epoch(model, loader, mse, SGD(model.parameters()), accum=accum)
+        assert (result.samples, result.steps) == (2 * n, math.ceil(n / accum))
+
+
+@each("fused", [False, True])
+def test_gradients_of_other_backward_passes_have_no_part_in_a_step(fused):  # G2
+    model, batches = mlp(), micro_batches([4, 4])
+    oracle = copy.deepcopy(model)
+    mse(model, batches[0]).backward()
+    accumulate_step(model, batches, mse, SGD(model.parameters(), fused=fused))
+    oracle_step(oracle, concatenated(batches), mse, SGD(oracle.parameters()))
+    assert close(model, oracle)
+
+
+@each("option, loss_fn, match", [
+    ({"count": lambda batch: 0.5}, mse, "count"), ({"count": lambda batch: -4}, mse, "count"),
+    ({"count": lambda batch: math.nan}, mse, "count"), ({"max_norm": -1}, mse, "max_norm"),
+    ({"max_norm": math.nan}, mse, "max_norm"), ({"max_norm": 0}, mse, "max_norm"),
+    ({}, lambda model, batch: model(batch[0]), "one mean")])
+def test_what_would_train_wrongly_is_an_error_and_moves_nothing(option, loss_fn, match):
+    model = mlp()
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=match):
+        amp_step(model, micro_batches([4])[0], loss_fn, SGD(model.parameters()), **option)
+    assert close(model, before)
+
+
+def test_a_loss_with_one_element_is_a_number():  # what DataParallel gathers from one GPU
+    model = mlp()
+    result = train_epoch(model, micro_batches([4, 4]), lambda *args: mse(*args)[None],
+                         SGD(model.parameters()), log_every=1)
+    assert math.isfinite(result.loss)
+
+
 def test_a_step_that_failed_leaves_no_gradient_to_the_next():  # G2
     model, batches = mlp(), micro_batches([4, 4])
     oracle, optimizer = copy.deepcopy(model), SGD(model.parameters())
@@ -516,6 +582,11 @@ class Encoding(collections.UserDict):
         return Encoding({"x": self["x"].to(device), "by": "to"})
 
 
+class Attributes(dict):
+    """Its keys as attributes: what is absent is a KeyError."""
+    __getattr__ = dict.__getitem__
+
+
 class InPlace:
     """A batch that moves in place."""
     moved = False
@@ -533,7 +604,7 @@ def test_every_tensor_in_a_nesting_moves_and_the_rest_stays():  # T1
     assert list(moved) == list(batch) and list(moved.values())[1:] == ["a", None, 3, other]
     assert type(moved["x"]) is list and type(moved["x"][1]) is tuple and type(inner) is dict
     assert batch["x"][0] is batch["x"][1][0] is batch["x"][1][1]["y"] is t
-    assert to_gpu(t, "cpu") is t is to_gpu(batch, torch.device("cpu"))["x"][0]  # no copy
+    assert to_gpu(t, "cpu:0") is t is to_gpu(batch, torch.device("cpu"))["x"][0]  # no copy
 
 
 @each("make, get", [
@@ -542,6 +613,10 @@ def test_every_tensor_in_a_nesting_moves_and_the_rest_stays():  # T1
     (lambda t: collections.OrderedDict(b=t, a=1), lambda o: o["b"]),
     (lambda t: collections.defaultdict(list, x=t), lambda o: o["x"]),
     (lambda t: collections.UserDict(x=t), lambda o: o["x"]),
+    (lambda t: collections.UserList([t]), lambda o: o[0]),
+    (lambda t: collections.deque([t], maxlen=1), lambda o: o[0]),
+    (lambda t: collections.ChainMap({"x": t}), lambda o: o["x"]),
+    (lambda t: Attributes(x=t), lambda o: o["x"]),
     (lambda t: nn.utils.rnn.pack_sequence([t]), lambda o: o.data),
     (lambda t: torch.max(t[None], 1), lambda o: o.indices)])
 def test_each_kind_of_container_keeps_its_type_and_its_original(make, get):  # T2
@@ -549,7 +624,8 @@ def test_each_kind_of_container_keeps_its_type_and_its_original(make, get):  # T
     moved = to_gpu(made, "meta")
     assert type(moved) is type(made) and get(moved).device.type == "meta"
     assert get(made).device.type == "cpu"
-    assert getattr(moved, "default_factory", 0) == getattr(made, "default_factory", 0)
+    if isinstance(made, collections.defaultdict):
+        assert moved.default_factory is made.default_factory
     assert not isinstance(made, dict) or list(moved) == list(made)
 
 
@@ -695,6 +771,20 @@ def test_mixed_precision_runs_what_it_says_and_is_entered_again(asked, runs, sca
         mixed_precision("cpu", f"{asked} mode")
 
 
+def test_autocast_that_is_on_already_goes_off_again():  # A5
+    def loss_fn(model, batch):
+        with amp.autocast:
+            return cross_entropy(model, batch)
+
+    model, amp = mlp(torch.float32, out=2), mixed_precision("cpu")
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    amp_step(model, batch, loss_fn, SGD(model.parameters()), amp)
+    assert not torch.is_autocast_enabled("cpu")
+    with amp.autocast:
+        evaluate(model, [batch], amp=amp)
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @each("precision", [None, BF16, FP16])
 def test_training_and_evaluation_run_in_the_precision_of_amp(precision):  # point 9
     seen, model, amp = [], mlp(torch.float32, out=2), mixed_precision("cpu", precision)
@@ -739,6 +829,14 @@ def test_evaluation_is_exact_and_never_padded(batch_size):  # B3
     right = F.cross_entropy(logits, y).item(), (logits.argmax(1) == y).double().mean().item(), 5
     result = evaluate(model, make_loader(TensorDataset(x, y), batch_size))
     assert result == pytest.approx(right, abs=1e-12) and isinstance(result[2], int)
+
+
+@each("dtype", [torch.uint8, torch.int32, torch.float32])
+def test_evaluation_takes_class_indices_of_any_width_and_nothing_else(dtype):
+    model, x, y = mlp(out=2), torch.randn(2, 3).double(), torch.tensor([1, 0])
+    wrong = pytest.raises(ValueError, match="indices")
+    with wrong if dtype.is_floating_point else contextlib.nullcontext():
+        assert evaluate(model, [(x, y.to(dtype))]) == evaluate(model, [(x, y)])
 
 
 @each("fails", [False, True])
@@ -794,6 +892,45 @@ def test_a_stage_that_returns_a_container_passes_it_on_whole(chunks, wrap):  # P
     assert close(split_model([first, last], ["cpu", "cpu"], chunks=chunks)(x), right)
     away = split_model([first, last], ["cpu", "meta"], chunks=chunks)(x)
     assert away.device.type == "meta" and away.shape == (7, 2)
+
+
+class Call(nn.Module):
+    """A stage that is one function."""
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
+@each("fn", [lambda x: (x, x.mean()), lambda x: list(x), lambda x: tuple(x), lambda x: {*x},
+             lambda x: {"y": x, "n": len(x)}, lambda x: nn.utils.rnn.pack_sequence([*x])],
+      ids=["0-d", "list", "tuple", "set", "number", "packed"])
+def test_outputs_that_chunks_cannot_put_together_are_an_error(fn):  # P2
+    x = torch.randn(5, 3)
+    with pytest.raises(ValueError, match="chunks=1"):
+        split_model([Call(fn)], ["cpu"], chunks=2)(x)
+    split_model([Call(fn)], ["cpu"])(x)
+
+
+@each("x", [["a", "b", "c"], torch.tensor(2.0), {"n": 3}], ids=str)
+def test_an_input_without_anything_to_cut_goes_through_once(x):  # P1
+    seen = []
+    model = split_model([Call(lambda x: seen.append(x) or torch.ones(3))], ["cpu"], chunks=3)
+    assert len(model(x)) == 3 and len(seen) == 1
+
+
+@each("stage", [nn.ReLU(inplace=True), Call(lambda x: x.sub_(1).div_(2)), nn.Identity()], ids=str)
+def test_a_stage_that_works_in_place_equals_the_whole_model_in_chunks_too(stage):  # P1
+    last, x = nn.Linear(3, 2), torch.randn(5, 3)
+    grads = []
+    for chunks in (1, 3):
+        model = split_model([nn.Sequential(stage, last)], ["cpu"], chunks=chunks)
+        model(x.clone()).square().sum().backward()
+        grads.append(last.weight.grad)
+        last.weight.grad = None
+    assert close(*grads, 1e-5)
 
 
 def test_weights_tied_over_different_devices_are_an_error_and_on_one_device_are_not():
