@@ -136,7 +136,7 @@ def make_loader(dataset, batch_size, *, shuffle=False, sampler=None, num_workers
         raise ValueError("shuffle=True contradicts an IterableDataset, a sampler or batch_sampler:"
                          " it is they who choose the order")
     if num_workers is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         num_workers = 0 if tensors else 1 if stream else usable_cpus(ranks)
     if stream and num_workers > 1 and kwargs.get("worker_init_fn") is None:
         warnings.warn("1 worker for this IterableDataset: each further one would yield all of it"
@@ -816,19 +816,24 @@ def told_in_one_line(prog, quiet=False):
         raise SystemExit(status) from None
 
 
-REMEDIES = (  # what torch reports obscurely, and what to do about it
+TERMINATED = 143  # the exit status after SIGTERM
+REMEDIES = (  # what torch reports obscurely, what to do about it, and the exit status
     ("Too many open files", "too many open files: raise the limit (ulimit -n 4096) or lower"
-     " --workers"),
-    ("Broken pipe", "standard output was closed"),
-    ("No space left", "no space left on the device that output or temporary files go to"),
+     " --workers", 1),
+    ("Broken pipe", "standard output was closed", 1),
+    ("No space left", "no space left on the device that output or temporary files go to", 1),
     ("Expected more than 1 value per channel", "BatchNorm has no variance in a batch of 1 sample:"
-     " raise --batch-size, or give it more data"),
+     " raise --batch-size, or give it more data", 2),
+    (r"Target -?\d+ is out of bounds", "a target is negative, or not below the number of classes"
+     " that the data set or the model has", 2),
+    ("stack expects each tensor to be equal size|storage that is not resizable", "samples of"
+     " different shapes make no batch: crop or resize them in the data set", 2),
     ("Expected to have finished reduction", "some parameters take no part in the loss, and DDP"
-     " waits for their gradients: take them out, or set requires_grad=False"),
+     " waits for their gradients: take them out, or set requires_grad=False", 1),
     ("shared memory|shm|Bus error", "a loader worker ran out of shared memory: enlarge /dev/shm or"
-     " use --workers 0"),
+     " use --workers 0", 1),
     ("DataLoader worker.*(exited unexpectedly|killed)", "a loader worker was killed, often because"
-     " the host's memory ended: lower --workers"))
+     " the host's memory ended: lower --workers", 1))
 
 
 def explain(error):
@@ -839,8 +844,8 @@ def explain(error):
     elif is_out_of_memory(error):
         text = "out of memory: lower --batch-size and raise --accum by as much, or use --amp"
     elif not isinstance(error, (RunFailed, FloatingPointError)):
-        status = 2 if "Expected more than 1 value per channel" in text else 1
-        text = next((remedy for sign, remedy in REMEDIES if re.search(sign, text)), None)
+        text, status = next(((remedy, status) for sign, remedy, status in REMEDIES
+                             if re.search(sign, text)), (None, 1))
     return text, status
 
 
@@ -1032,8 +1037,9 @@ def _count_classes(dataset):
     while hasattr(dataset, "dataset"):  # Subset
         dataset = dataset.dataset
     targets = getattr(dataset, "targets", getattr(dataset, "tensors", [None])[-1])
-    if targets is not None and min(targets) < 0:
-        raise ValueError(f"a target of {int(min(targets))}")
+    for target in () if targets is None else (min(targets), max(targets)):
+        if not 0 <= target < 2**24:
+            raise ValueError(f"a target of {int(target)}")
     known = getattr(dataset, "classes", None)
     if known is not None:
         return len(known)
@@ -1151,7 +1157,7 @@ def check_model(args, data, bare, device):
                 raise ValueError("its loss depends on no parameter that can be trained")
         if data.classes is not None and model(batch[0]).shape[1] < data.classes:
             raise ValueError(f"fewer outputs than the {data.classes} classes")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, BadInput) or is_out_of_memory(error):
             raise
         hint = ": try --no-channels-last" if "view size is not compatible" in str(error) else ""
@@ -1190,6 +1196,8 @@ class Job:
                                        num_workers=args.workers, device=device)
         self.optimizer = torch.optim.SGD(self.bare.parameters(), lr=args.lr, momentum=0.9,
                                          fused=args.fused)
+        for p in self.bare.parameters():  # fused SGD wants all of them or none, also of a layer
+            self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)  # that rests at first
         self.amp = mixed_precision(device, DTYPES.get(args.amp))
 
 
@@ -1247,11 +1255,18 @@ def begin_epoch(args, job, epoch, rank, steps, lr):
         last_epoch=epoch * steps - 1)
 
 
-def from_rank_0(value):
-    """Rank 0's value on every rank, which all wait for; the value itself in a single process."""
-    box = [value]
-    if dist.is_available() and dist.is_initialized():
+def from_rank_0(ask):
+    """What ask() returns or raises (a RunFailed) on rank 0, on every rank; all wait for it."""
+    box, distributed = [None], dist.is_available() and dist.is_initialized()
+    if not distributed or dist.get_rank() == 0:
+        try:
+            box = [ask()]
+        except RunFailed as error:
+            box = [error]
+    if distributed:
         dist.broadcast_object_list(box)
+    if isinstance(box[0], RunFailed):
+        raise box[0]
     return box[0]
 
 
@@ -1266,11 +1281,23 @@ accuracy {accuracy:.4f}, loss {loss:.4f} on the test set of {data}
 peak memory {memory}, {seconds:.1f} s in all"""
 
 
+@contextlib.contextmanager
+def no_early_success():
+    """A data set or model that calls sys.exit() has not trained to the end."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == TERMINATED:
+            raise
+        raise RunFailed(f"left early with {error!r}") from None
+
+
+@no_early_success()
 def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", began=None):
     """Trains and evaluates as the flags say; returns the summary, a dict."""
     began = began or time.perf_counter()
     say = functools.partial(print, flush=True) if rank == 0 else lambda *_, **__: None
-    state = from_rank_0(load_checkpoint(args, data) if rank == 0 else None)
+    state = from_rank_0(functools.partial(load_checkpoint, args, data))
     if args.batch_size == "auto":
         found = state["batch_size"] if state else auto_batch_size(args, data, world)
         args = changed(args, batch_size=found)
@@ -1298,9 +1325,8 @@ def run(args, data, *, rank=0, world=1, wrap=lambda model: model, backend="", be
         if not math.isfinite(evaluated[0]):
             raise FloatingPointError(f"the test loss is {evaluated[0]}: try a lower learning rate,"
                                      " and look for bad values in the test set")
-        if rank == 0 and args.checkpoint:
-            save_checkpoint(args, data, job, epoch + 1)
-        from_rank_0(None)  # DDP: nobody goes on before the file is there
+        if args.checkpoint:  # DDP: nobody goes on before the file is there
+            from_rank_0(functools.partial(save_checkpoint, args, data, job, epoch + 1))
         say(f"epoch {epoch + 1}/{args.epochs}: train loss {r.loss:.4f}, test loss"
             f" {evaluated[0]:.4f}, accuracy {evaluated[1]:.4f}, {r.samples / r.seconds:,.0f}"
             f" samples/s, waiting {r.wait:.0%}, peak memory {_mb(peak_memory_mb(job.device))},"
@@ -1383,7 +1409,7 @@ def load_checkpoint(args, data):
             if zipfile.ZipFile(file).testzip():
                 raise ValueError("a checksum is wrong")  # which torch.load does not look at
             state = torch.load(file, map_location="cpu", weights_only=True)
-        before = [state["ptspeed"][flag] for flag in _flags(args, data)]
+            before = [state["ptspeed"][flag] for flag in _flags(args, data)]
         if not (type(state["epoch"]) is type(state["batch_size"]) is int and state["epoch"] >= 0):
             raise ValueError("no whole number of epochs")
     except Exception as error:
@@ -1530,7 +1556,8 @@ def ddp_run(args, data):
     flags = changed(args, batch_size=max(1, args.batch_size // args.world), epochs=1, json=True,
                     workers=args.workers // args.world, data=data.name, checkpoint=None,
                     device="cpu" if args.device == "cpu" else None)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that run() ends its child
+    # so that subprocess.run() ends its child
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         done = subprocess.run([sys.executable, Path(__file__).with_name("ptspeed_ddp.py"),
                                "--world", str(args.world), *flag_words(flags, "parallel")],
@@ -1668,6 +1695,7 @@ def bottleneck(args, data, seconds=1.2):
             f" {both:,.0f}: {slower} is the bottleneck")
 
 
+@no_early_success()
 def compare(args, data):
     """Switches the techniques on one after the other, keeps what pays, ends with the command."""
     args = changed(args, batch_size=64 if args.batch_size == "auto" else args.batch_size)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ptspeed
 
 PROG = "ptspeed_ddp.py"
+ENVIRONMENT = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be as torchrun sets them"
 
 
 def parse_args(argv):
@@ -70,7 +71,7 @@ def train(args, rank, world, local_rank, local_world, store):
         torch.set_num_threads(ptspeed.usable_cpus(local_world))
     dist.init_process_group(args.backend, store=store, rank=rank,   # DDP: process group
                             world_size=world, device_id=device)
-    args.data = ptspeed.from_rank_0(data and data.name)             # DDP: one data set for all
+    args.data = ptspeed.from_rank_0(lambda: data.name)              # DDP: one data set for all
     dist.barrier()                                                  # DDP: every host has it now
     if data is None or data.name != args.data:
         data = ptspeed.load_data(args)
@@ -84,7 +85,10 @@ def train(args, rank, world, local_rank, local_world, store):
 
 def torchrun_store():
     """torchrun's own store, set apart in each restart, which torch omits (pytorch#135712)."""
-    store, _, _ = next(dist.rendezvous("env://"))
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except (RuntimeError, ValueError) as error:
+        raise ptspeed.BadInput(f"{ENVIRONMENT}: {' '.join(str(error).split())[:200]}")
     single = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"  # else agents count restarts apart
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if single else "any"
     return dist.PrefixStore(f"restart {restart}", store)
@@ -117,7 +121,8 @@ def spawned(rank, args, world, port, parent, began):
             message, _ = ptspeed.explain(error)
             if isinstance(error, (SystemExit, KeyboardInterrupt)):
                 message = f"left early with {error!r}"
-            told = message and (error.__suppress_context__ or error.__context__ is None)
+            told = message and (isinstance(error, ptspeed.RunFailed) or error.__suppress_context__
+                                or error.__context__ is None)
             trace = "" if told else traceback.format_exc()
             store.set("first", json.dumps([rank, message or repr(error), trace]))
         sys.stdout.flush()
@@ -160,8 +165,8 @@ def failure(store, processes, rank):
               if (p.exitcode or 0) < 0 and p.exitcode != -signal.SIGABRT]  # which NCCL does itself
     if killed:
         rank, code = killed[0]
-        return ptspeed.RunFailed(f"rank {rank} was killed by {signal.Signals(-code).name}"
-                                 " (by SIGKILL often because the host's memory ended)")
+        why = " (often because the host's memory ended)" if code == -signal.SIGKILL else ""
+        return ptspeed.RunFailed(f"rank {rank} was killed by {signal.Signals(-code).name}{why}")
     # A rank that reports an error exits with 1, so one that exits with 0 and is not done just left.
     left = [r for r, p in enumerate(processes)
             if p.exitcode == 0 and not store.check([f"done {r}"])]
@@ -176,12 +181,18 @@ def failure(store, processes, rank):
 def main(argv=None):
     """Runs the job on several processes; exit statuses as in ptspeed.py."""
     began, env = time.perf_counter(), os.environ
-    with ptspeed.told_in_one_line(PROG, quiet=env.get("LOCAL_RANK", "0") != "0"):
+    torchrun = "RANK" in env and "WORLD_SIZE" in env
+    with ptspeed.told_in_one_line(PROG, quiet=torchrun and env.get("LOCAL_RANK", "0") != "0"):
         args = parse_args(argv)
-        if "RANK" in env and "WORLD_SIZE" in env:                   # DDP: started by torchrun
-            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-            local_rank = int(env.get("LOCAL_RANK", 0))
-            local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+        if torchrun:                                                # DDP: started by torchrun
+            try:
+                rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+                local_rank = int(env.get("LOCAL_RANK", 0))
+                local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+            except ValueError as error:
+                raise ptspeed.BadInput(f"{ENVIRONMENT}: {error}")
+            if not 0 <= rank < world:
+                raise ptspeed.BadInput(f"{ENVIRONMENT}: rank {rank} of {world}")
             check_world(args, world, local_world)
             summary = train(args, rank, world, local_rank, local_world, torchrun_store())
             if rank == 0:

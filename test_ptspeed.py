@@ -8,6 +8,7 @@ import datetime
 import errno
 import functools
 import gc
+import io
 import itertools
 import json
 import math
@@ -1092,12 +1093,57 @@ def negative_data():
     return with_targets(0, 1, -1)
 
 
+def huge_targets():
+    return with_targets(0, 1, 2**40)
+
+
 def three_classes():
     return with_targets(0, 1, 2)
 
 
 def one_hot_data():
     return with_targets([0, 1], [1, 0])
+
+
+def late(train):
+    """Two good samples, which the check of the model sees, and then what the data set says."""
+    class Late(torch.utils.data.Dataset):
+        classes = "ab"
+
+        def __len__(self):
+            return 45
+
+        def __getitem__(self, i):
+            return train(i) if i > 1 else tiny_data()[0][i]
+
+    return Late(), tiny_data()[1]
+
+
+def late_target():
+    return late(lambda i: (torch.zeros(8), 2))
+
+
+def late_negative_target():
+    return late(lambda i: (torch.zeros(8), -1))
+
+
+def ragged():
+    return late(lambda i: (torch.zeros(i), 0))
+
+
+def leaves_late():
+    return late(sys.exit)
+
+
+class Resting(nn.Module):
+    """Has a layer that takes no part in the first steps, as with layer drop."""
+    def __init__(self):
+        super().__init__()
+        self.steps, self.head, self.layer = 0, nn.Linear(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.steps += self.training
+        return self.head(self.layer(x) if self.steps > 3 or not self.training else x)
 
 
 def frozen():
@@ -1215,7 +1261,11 @@ def test_a_damaged_mnist_file_is_named_in_one_line(job, small_mnist, damage, nam
     "--checkpoint .git/", "--checkpoint /dev/null", "--compare --checkpoint file",
     "--data test_ptspeed:leaves", "--data test_ptspeed:streams",
     "--data test_ptspeed:one_hot_data",
-    "--data test_ptspeed:negative_data",
+    "--data test_ptspeed:negative_data", "--data test_ptspeed:huge_targets",
+    "--data test_ptspeed:late_target --model test_ptspeed:tiny_model",
+    "--data test_ptspeed:late_negative_target --model test_ptspeed:tiny_model",
+    "--data test_ptspeed:ragged --model test_ptspeed:tiny_model --workers 0",
+    "--data test_ptspeed:ragged --model test_ptspeed:tiny_model --workers 1",
     "--data test_ptspeed:tiny_data --model test_ptspeed:frozen",
     "--data test_ptspeed:tiny_data --model test_ptspeed:no_parameters",
     "--data test_ptspeed:three_classes --model test_ptspeed:tiny_model"])
@@ -1253,6 +1303,18 @@ def test_out_of_memory_anywhere_is_told_with_its_remedy(job, monkeypatch, where)
     monkeypatch.setattr(ptspeed, "find_batch_size", lambda step, **kwargs: step(1) or 8)
     ended, out, err = job(*TINY, "--batch-size", "auto")
     assert (ended, len(err)) == (1, 1) and "out of memory: lower --batch-size" in err[0]
+
+
+@each("flags", [[], ["--compare"]])
+def test_a_data_set_that_exits_has_not_trained_to_the_end(job, short_turns, flags):
+    status, out, err = job(*TINY, "--data", "test_ptspeed:leaves_late", "--workers", 0, *flags)
+    assert (status, len(err)) == (1, 1) and "left early with SystemExit" in err[0]
+
+
+@each("fused", ["--fused", "--no-fused"])
+def test_a_layer_that_rests_in_the_first_steps_trains(job, fused):
+    status, out, err = job(*TINY, "--model", "test_ptspeed:Resting", fused)
+    assert (status, err) == (0, [])
 
 
 def test_a_lone_last_sample_is_dropped_for_batchnorm_alone(job, monkeypatch):  # L4
@@ -1688,8 +1750,15 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_the_previous_file(job, tmp_
     assert file.read_bytes() == before and os.listdir(tmp_path) == ["file"]
 
 
+def saved(what):
+    """The bytes of a file that torch.save writes."""
+    torch.save(what, file := io.BytesIO())
+    return file.getvalue()
+
+
 @each("damage", [lambda b: b"", lambda b: b[:-100], lambda b: b[:50], lambda b: b"hello\n",
-                 lambda b: pickle.dumps({"ptspeed": 1}), lambda b: b[:200] + bytes(99) + b[299:],
+                 lambda b: pickle.dumps({"ptspeed": 1}), lambda b: saved(torch.ones(2)),
+                 lambda b: b[:200] + bytes(99) + b[299:],
                  lambda b: flip(b, struct.pack("<4f", *tiny_weight()))])
 def test_a_damaged_checkpoint_is_named_and_left_alone(job, tmp_path, damage):  # K2
     file = tmp_path / "file"
@@ -1918,7 +1987,7 @@ class Faulty(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         if dist.is_initialized():
-            if dist.get_rank() == 1:
+            if dist.get_rank() == 1 and i > 1:  # not when the model is checked
                 {"raises": raises, "killed": killed, "leaves": sys.exit, "exits": exits, "": int,
                  "interrupted": interrupted, "waits": waits, "dies once": dies_once}[
                      os.environ["FAULT"]]()
@@ -2015,6 +2084,29 @@ def test_a_rank_that_torchrun_restarts_goes_on_from_the_checkpoint(job, tmp_path
     assert status == 0 and [line[:9] for line in out if line.startswith("epoch")] == [
         "epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert same(*(torch.load(tmp_path / name, weights_only=True) for name in os.listdir(tmp_path)))
+
+
+def test_a_bad_checkpoint_under_torchrun_is_one_line_of_one_rank(tmp_path):
+    (tmp_path / "file").write_text("damaged")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    status, out, err = finish(ddp_job("--checkpoint", tmp_path / "file", start=start))
+    assert status == 1 and err.count("ptspeed_ddp.py: ") == err.count("is damaged") == 1
+    assert "Traceback" not in err.split("is damaged")[0]
+
+
+@each("env, status, lines", [
+    ({"LOCAL_RANK": "1"}, 2, 1), ({"RANK": "x", "WORLD_SIZE": "1"}, 2, 1),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, 2, 1), ({"RANK": "-1", "WORLD_SIZE": "2"}, 2, 1),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, 2, 1),
+    ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, 2, 1),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 2, 0)], ids=str)
+def test_a_wrong_environment_is_told_once_in_one_line(job, monkeypatch, env, status, lines):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    ended, out, err = job(*TINY, "--epochs", 0 if "LOCAL_RANK" in env else 1, main=ptspeed_ddp.main)
+    assert (ended, len(err)) == (status, lines), err
 
 
 def test_another_world_than_torchruns_is_an_error(job, monkeypatch):  # D8
